@@ -1,0 +1,73 @@
+"""What an MoE runner is: the experts of one layer applied to routed tokens.
+
+The layer owns the weights and the reductions between ranks; a runner owns only the choice of kernels.
+One runner serves all layers of a model, so that a tuned choice is made once per shape, not per layer.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MoEShape:
+    """Sizes that decide which kernels a rank's experts can use.
+
+    ``intermediate_size`` is this rank's shard; ``num_local_experts`` the experts whose weights it holds.
+    ``max_num_tokens`` is the largest token count that the op can see in one call (after a gather over
+    attention-DP ranks it counts the gathered tokens).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    num_local_experts: int
+    top_k: int
+    dtype: torch.dtype
+    max_num_tokens: int
+    ep_size: int = 1
+    ep_rank: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    @property
+    def first_local_expert(self) -> int:
+        return self.ep_rank * self.num_local_experts
+
+
+class MoERunner(ABC):
+    """Computes ``sum_k weight_k * expert_k(x)`` over the experts that this rank holds.
+
+    The result is partial where experts or their rows are spread over ranks; the caller reduces it.
+    """
+
+    #: Names under which FlashInfer's AutoTuner asks for a tactic; empty when nothing is tunable.
+    op_names: tuple[str, ...] = ()
+
+    def __init__(self, shape: MoEShape) -> None:
+        self.shape = shape
+
+    @abstractmethod
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> torch.Tensor:
+        """Apply the local experts.
+
+        Args:
+            hidden_states: ``[T, H]`` in the model's dtype, ``T >= 1``.
+            topk_ids: ``[T, K]`` int32, global expert ids.
+            topk_weights: ``[T, K]`` float32.
+            w13: ``[E_local, 2*I, H]``; rows of one expert are UP first, then GATE (FlashInfer CUTLASS order).
+            w2: ``[E_local, H, I]``.
+
+        Returns:
+            ``[T, H]`` in the dtype of ``hidden_states``, without the experts of other ranks.
+        """

@@ -1,0 +1,174 @@
+"""The MoE in plain torch, four honest ways, offered to the AutoTuner as tactics of one op.
+
+Which way is fastest depends on the token count: gathering each token's expert weights suits a few
+tokens, batching the experts suits a few dozen, sorting tokens by expert suits many. All compute the same
+sums up to rounding. Matrices are padded to two rows, since one-row products round differently from
+taller ones and a token's result must not depend on the company it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from flashinfer.autotuner import OptimizationProfile, TunableRunner
+
+from sglang.srt.layers.moe.base import MoERunner, MoEShape
+from sglang.srt.layers.moe.tuned_op import TunedOp
+
+OP_NAME = "sglang::reference_moe"
+
+
+def swiglu(up_gate: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` for rows laid out ``[..., up | gate]``."""
+    up, gate = up_gate.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _rows(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """One expert on ``x [N, H]``, padded to two rows."""
+    num_rows = x.shape[0]
+    if num_rows == 1:
+        x = x.expand(2, -1)
+    return (swiglu(x @ w13.t()) @ w2.t())[:num_rows]
+
+
+def _by_expert(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Sort the token slots by expert and run each expert once over its rows."""
+    num_experts, top_k = w13.shape[0], ids.shape[1]
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts].tolist()
+    slots = torch.zeros(flat.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            rows = order[start : start + count]
+            slots[rows] = _rows(x[rows // top_k], w13[expert], w2[expert])
+            start += count
+    return _combine(slots.view(-1, top_k, x.shape[1]), weights)
+
+
+def _gathered_weights(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Give each token slot a copy of its expert's weights; reads least when tokens are few."""
+    num_tokens, top_k = ids.shape
+    flat = ids.reshape(-1)
+    local = flat.clamp(max=w13.shape[0] - 1)
+    rows = x.repeat_interleave(top_k, dim=0).unsqueeze(1).expand(-1, 2, -1)
+    out = torch.bmm(swiglu(torch.bmm(rows, w13[local].transpose(1, 2))), w2[local].transpose(1, 2))[:, 0]
+    out = out.masked_fill((flat >= w13.shape[0]).unsqueeze(1), 0)
+    return _combine(out.view(num_tokens, top_k, -1), weights)
+
+
+def _all_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Run every expert over every token in two batched products and pick the routed results."""
+    num_tokens, num_experts = x.shape[0], w13.shape[0]
+    rows = x.expand(2, -1) if num_tokens == 1 else x
+    batched = rows.unsqueeze(0).expand(num_experts, -1, -1)
+    out = torch.bmm(swiglu(torch.bmm(batched, w13.transpose(1, 2))), w2.transpose(1, 2))[:, :num_tokens]
+    local = ids.clamp(max=num_experts - 1).long()
+    picked = out[local, torch.arange(num_tokens, device=x.device).unsqueeze(1)]
+    picked = picked.masked_fill((ids >= num_experts).unsqueeze(2), 0)
+    return _combine(picked, weights)
+
+
+def _padded_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Batch the experts over their own tokens only, padded to the busiest expert's count."""
+    num_experts, (num_tokens, top_k) = w13.shape[0], ids.shape
+    flat = ids.reshape(-1).long()
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    capacity = max(2, int(counts.max()))
+    starts = torch.cumsum(counts, 0) - counts
+    held = int(counts.sum())
+    routed = order[:held]
+    expert = flat[routed]
+    position = torch.arange(held, device=x.device) - starts[expert]
+    grid = x.new_zeros(num_experts, capacity, x.shape[1])
+    grid[expert, position] = x[routed // top_k]
+    out = torch.bmm(swiglu(torch.bmm(grid, w13.transpose(1, 2))), w2.transpose(1, 2))
+    slots = x.new_zeros(flat.shape[0], x.shape[1])
+    slots[routed] = out[expert, position]
+    return _combine(slots.view(num_tokens, top_k, -1), weights)
+
+
+def _combine(slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum over ``slots [T, K, H]`` in float32."""
+    return (slots.float() * weights.unsqueeze(2)).sum(dim=1).to(slots.dtype)
+
+
+Implementation = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+
+#: The tactics by number. A stored tactic is its position here: append, never reorder.
+IMPLEMENTATIONS: tuple[tuple[str, Implementation], ...] = (
+    ("by_expert", _by_expert),
+    ("gathered_weights", _gathered_weights),
+    ("all_experts", _all_experts),
+    ("padded_experts", _padded_experts),
+)
+
+#: Above this many gathered weight elements a tactic is not offered (it would copy gigabytes).
+_MAX_GATHERED_ELEMENTS = 1 << 26
+
+
+class ReferenceMoE(TunableRunner):
+    """The implementations above as one FlashInfer runner; tactic -1 is ``by_expert``."""
+
+    def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+        return (str(inputs[0].dtype), int(inputs[1].shape[1]))
+
+    def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[Any]:
+        x, ids, _, w13, w2 = inputs
+        weights_per_slot = w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
+        names = {name for name, _ in IMPLEMENTATIONS}
+        if ids.numel() * weights_per_slot > _MAX_GATHERED_ELEMENTS:
+            names.discard("gathered_weights")
+        if x.shape[0] * w13.shape[0] * w13.shape[1] > _MAX_GATHERED_ELEMENTS:
+            names.discard("all_experts")
+        return [number for number, (name, _) in enumerate(IMPLEMENTATIONS) if name in names]
+
+    def forward(
+        self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        _, implementation = IMPLEMENTATIONS[max(int(tactic), 0)]
+        return implementation(*inputs)
+
+
+class ReferenceMoERunner(MoERunner):
+    """MoE without a GPU library: the reference implementations, tuned like any other op."""
+
+    op_names = (OP_NAME,)
+
+    def __init__(self, shape: MoEShape) -> None:
+        super().__init__(shape)
+        self.op = TunedOp(OP_NAME, [ReferenceMoE()], shape.max_num_tokens)
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> torch.Tensor:
+        return self.op([hidden_states, self._local(topk_ids), topk_weights, w13, w2])
+
+    def _local(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Ids within this rank's experts; those of other ranks become ``num_local_experts`` (no expert)."""
+        if self.shape.ep_size == 1:
+            return topk_ids
+        local = topk_ids - self.shape.first_local_expert
+        elsewhere = (local < 0) | (local >= self.shape.num_local_experts)
+        return local.masked_fill(elsewhere, self.shape.num_local_experts)

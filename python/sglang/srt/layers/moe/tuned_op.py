@@ -1,0 +1,61 @@
+"""One tunable op as FlashInfer's AutoTuner knows it: a name, its runners, its bucket grid.
+
+``choose`` is the whole of selection at serving. During a start on a device where FlashInfer's own
+profiler cannot measure (it times with CUDA events), the stage lends the op a profiler for the length of
+one step; it measures what is missing and files the winner with the AutoTuner before the lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from flashinfer.autotuner import AutoTuner, DynamicTensorSpec, TunableRunner, TuningConfig
+from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets, make_hybrid_bucket_mapper
+
+
+class OpProfiler(Protocol):
+    """Measures the candidates of an op whose records do not cover these inputs."""
+
+    def ensure_tuned(
+        self,
+        op_name: str,
+        runners: Sequence[TunableRunner],
+        config: TuningConfig,
+        inputs: list[torch.Tensor],
+        kwargs: dict[str, Any],
+    ) -> None: ...
+
+
+class TunedOp:
+    """Several implementations of one op over the same inputs, chosen per token bucket.
+
+    ``inputs[0]`` has the tokens in dimension 0; the grid is FlashInfer's own up to ``max_num_tokens``.
+    ``runners[0]`` with tactic -1 is the default.
+    """
+
+    def __init__(self, name: str, runners: Sequence[TunableRunner], max_num_tokens: int) -> None:
+        self.name = name
+        self.runners = list(runners)
+        self.config = TuningConfig(
+            dynamic_tensor_specs=(
+                DynamicTensorSpec(
+                    (0,),
+                    (0,),
+                    get_hybrid_num_tokens_buckets(max_num_tokens),
+                    make_hybrid_bucket_mapper(max_num_tokens),
+                ),
+            )
+        )
+        #: Set by the stage for the length of a step on devices without FlashInfer's profiler.
+        self.profiler: OpProfiler | None = None
+
+    def choose(self, inputs: list[torch.Tensor], **kwargs: Any) -> tuple[TunableRunner, Any]:
+        if self.profiler is not None:
+            self.profiler.ensure_tuned(self.name, self.runners, self.config, inputs, kwargs)
+        return AutoTuner.get().choose_one(self.name, self.runners, self.config, inputs, **kwargs)
+
+    def __call__(self, inputs: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+        runner, tactic = self.choose(inputs, **kwargs)
+        return runner(inputs, tactic=tactic, **kwargs)
