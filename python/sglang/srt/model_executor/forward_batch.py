@@ -1,0 +1,132 @@
+"""What one forward of the model works on: the tokens, where they stand, and where their keys and values go."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.mem_cache.memory_pool import PADDING_ROW, PADDING_SLOT
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base import AttentionBackend
+
+
+class ForwardMode(enum.Enum):
+    """DECODE: one new token for each sequence. EXTEND: one or more, after a prefix that is already cached.
+    IDLE: no token of this rank's own; it takes part in the collectives of its neighbours."""
+
+    DECODE = "decode"
+    EXTEND = "extend"
+    IDLE = "idle"
+
+
+@dataclass
+class ForwardBatch:
+    """T tokens of B sequences. The tokens of a sequence are neighbours, in the order of the sequences.
+
+    Tensors live on the model's device; the `_cpu` lists repeat them so that nobody waits for the device to read a length.
+    `seq_lens` counts the tokens of a sequence after this forward. In DECODE T equals B and the `extend_*` fields are None.
+    """
+
+    mode: ForwardMode
+    input_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    req_pool_indices: torch.Tensor  # [B] int64, rows of ReqToTokenPool
+    seq_lens: torch.Tensor  # [B] int64
+    out_cache_loc: torch.Tensor  # [T] int64, slots of KVPool for the new tokens
+    seq_lens_cpu: list[int]
+    extend_seq_lens: torch.Tensor | None = None  # [B] int64, new tokens of each sequence
+    extend_prefix_lens: torch.Tensor | None = None  # [B] int64, cached tokens before them
+    extend_seq_lens_cpu: list[int] | None = None
+    extend_prefix_lens_cpu: list[int] | None = None
+    global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
+    attn_backend: AttentionBackend | None = None  # set by the model runner
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @classmethod
+    def decode(
+        cls,
+        input_ids: Sequence[int] | torch.Tensor,
+        seq_lens: Sequence[int],
+        req_pool_indices: Sequence[int],
+        out_cache_loc: torch.Tensor,
+        device: torch.device | str,
+    ) -> ForwardBatch:
+        """One token for each of B sequences; `seq_lens` includes it, so its position is `seq_len - 1`."""
+        lens = torch.tensor(seq_lens, dtype=torch.int64, device=device)
+        return cls(
+            mode=ForwardMode.DECODE,
+            input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=device),
+            positions=lens - 1,
+            req_pool_indices=torch.tensor(req_pool_indices, dtype=torch.int64, device=device),
+            seq_lens=lens,
+            out_cache_loc=out_cache_loc.to(device),
+            seq_lens_cpu=list(seq_lens),
+        )
+
+    @classmethod
+    def extend(
+        cls,
+        input_ids: Sequence[int] | torch.Tensor,
+        extend_seq_lens: Sequence[int],
+        extend_prefix_lens: Sequence[int],
+        req_pool_indices: Sequence[int],
+        out_cache_loc: torch.Tensor,
+        device: torch.device | str,
+    ) -> ForwardBatch:
+        """`extend_seq_lens[b]` new tokens of sequence b, whose first `extend_prefix_lens[b]` tokens are cached."""
+        seq_lens = [new + prefix for new, prefix in zip(extend_seq_lens, extend_prefix_lens, strict=True)]
+        positions = [
+            torch.arange(prefix, end) for prefix, end in zip(extend_prefix_lens, seq_lens, strict=True)
+        ]  # on the CPU: one copy to the device instead of one kernel for each sequence
+        return cls(
+            mode=ForwardMode.EXTEND,
+            input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=device),
+            positions=torch.cat(positions).to(device),
+            req_pool_indices=torch.tensor(req_pool_indices, dtype=torch.int64, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int64, device=device),
+            out_cache_loc=out_cache_loc.to(device),
+            seq_lens_cpu=seq_lens,
+            extend_seq_lens=torch.tensor(extend_seq_lens, dtype=torch.int64, device=device),
+            extend_prefix_lens=torch.tensor(extend_prefix_lens, dtype=torch.int64, device=device),
+            extend_seq_lens_cpu=list(extend_seq_lens),
+            extend_prefix_lens_cpu=list(extend_prefix_lens),
+        )
+
+    @classmethod
+    def idle(cls, device: torch.device | str) -> ForwardBatch:
+        """A batch without tokens."""
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(ForwardMode.IDLE, empty, empty, empty, empty, empty, [])
+
+    @classmethod
+    def dummy(
+        cls, mode: ForwardMode, num_tokens: int, num_seqs: int, input_ids: torch.Tensor
+    ) -> ForwardBatch:
+        """A batch of `num_tokens` tokens over `num_seqs` sequences that belongs to nobody.
+
+        It reads and writes the padding row and slot only, so it may run at any time before or between real batches. An
+        EXTEND batch spreads its tokens as evenly as it can; a DECODE batch has one token for each sequence.
+        """
+        device = input_ids.device
+        rows = [PADDING_ROW] * num_seqs
+        slots = torch.full((num_tokens,), PADDING_SLOT, dtype=torch.int64)
+        if mode is ForwardMode.IDLE:
+            return cls.idle(device)
+        if mode is ForwardMode.DECODE:
+            assert num_tokens == num_seqs, "a decode batch has one token for each sequence"
+            return cls.decode(input_ids, [1] * num_seqs, rows, slots, device)
+        assert 1 <= num_seqs <= num_tokens, "an extend batch has at least one token for each sequence"
+        lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+        return cls.extend(input_ids, lens, [0] * num_seqs, rows, slots, device)
