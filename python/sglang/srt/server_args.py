@@ -1,0 +1,450 @@
+"""Every flag of the server, with its group, help and rules.
+
+Names, aliases and meanings are SGLang's. This module imports neither torch nor FlashInfer, so that printing a plan
+or a help text stays quick. Values are what the user asked for; what depends on the device is worked out by the
+`..._on(device)` methods and never written back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.configs.model_config import BUILTIN_MODEL_NAME, BUILTIN_MODEL_PATH, KNOWN_QUANTIZATIONS
+from sglang.srt.flags import FlagParser, add_flags, check_flag_values, flag, integer, number
+from sglang.srt.unbuilt_flags import drop_unbuilt_flags
+from sglang.srt.utils.network import split_host_port
+
+MODEL = "Model"
+HTTP = "HTTP server"
+CAPACITY = "Memory and scheduling"
+KERNELS = "Kernels"
+GRAPHS = "Decode graphs"
+PARALLEL = "Parallelism"
+AUTOTUNE = "FlashInfer autotune"
+RUNTIME = "Runtime"
+
+
+@dataclass
+class ServerArgs:
+    """The server's configuration; construction raises `ValueError` that names the flag and the rule."""
+
+    model_path: str = flag(
+        BUILTIN_MODEL_PATH,
+        "Directory with config.json and safetensors, or a Hugging Face model id.",
+        group=MODEL,
+        aliases=("--model",),
+        default_text="the built-in model",
+    )
+    served_model_name: str | None = flag(
+        None, "Name of the model in the API.", group=MODEL, default_text="the model path"
+    )
+    tokenizer_path: str | None = flag(
+        None, "Directory or Hugging Face id of the tokenizer.", group=MODEL, default_text="the model path"
+    )
+    load_format: str = flag(
+        "auto",
+        "Where weights come from: safetensors files, or random values of the right shapes (dummy).",
+        group=MODEL,
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = flag(
+        "auto",
+        "Type of weights and activations. auto is the checkpoint's on CUDA and float32 on CPU.",
+        group=MODEL,
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    quantization: str | None = flag(
+        None,
+        "Quantisation of the weights.",
+        group=MODEL,
+        choices=KNOWN_QUANTIZATIONS,
+        default_text="what the checkpoint's config.json says",
+    )
+    context_length: int | None = flag(
+        None,
+        "Most tokens of one request, prompt and output together.",
+        group=MODEL,
+        parse=integer,
+        minimum=1,
+        default_text="the model's",
+    )
+    json_model_override_args: str = flag(
+        "{}", "JSON object whose entries replace those of the model's config.json.", group=MODEL
+    )
+    trust_remote_code: bool = flag(
+        False, "Allow the tokenizer to run code that comes with it.", group=MODEL, parse=None
+    )
+
+    host: str = flag("127.0.0.1", "Address that the HTTP server listens on.", group=HTTP)
+    port: int = flag(
+        30000, "Port that the HTTP server listens on.", group=HTTP, parse=integer, minimum=1, maximum=65535
+    )
+    api_key: str | None = flag(None, "Key that every request must bring as a bearer token.", group=HTTP)
+    enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.", group=HTTP, parse=None)
+    stream_interval: int = flag(
+        1, "Tokens between two pieces of a streamed answer.", group=HTTP, parse=integer, minimum=1
+    )
+
+    mem_fraction_static: float = flag(
+        0.88,
+        "Share of the device's memory for weights, autotune reserve and KV pool together.",
+        group=CAPACITY,
+        parse=number,
+    )
+    max_running_requests: int | None = flag(
+        None,
+        "Most requests that run at once, over all attention-DP ranks.",
+        group=CAPACITY,
+        parse=integer,
+        minimum=1,
+        default_text="from the KV pool's size",
+    )
+    max_total_tokens: int | None = flag(
+        None,
+        "Tokens in the KV pool.",
+        group=CAPACITY,
+        parse=integer,
+        minimum=1,
+        default_text="what the memory allows",
+    )
+    chunked_prefill_size: int | None = flag(
+        None,
+        "Most prompt tokens of one prefill forward, over all attention-DP ranks; -1 turns chunking off.",
+        group=CAPACITY,
+        parse=integer,
+        minimum=-1,
+        default_text="8192 on CUDA, 2048 on CPU",
+    )
+    max_prefill_tokens: int = flag(
+        16384,
+        "Most prompt tokens of one prefill batch when chunking is off.",
+        group=CAPACITY,
+        parse=integer,
+        minimum=1,
+    )
+
+    device: str = flag(
+        "auto",
+        "Where the model runs; auto is cuda when a GPU is there, else cpu.",
+        group=KERNELS,
+        choices=("auto", "cuda", "cpu"),
+    )
+    attention_backend: str = flag(
+        "auto",
+        "Attention kernels; auto is flashinfer on CUDA and torch_native on CPU.",
+        group=KERNELS,
+        choices=("auto", "flashinfer", "torch_native"),
+    )
+    moe_runner_backend: str = flag(
+        "auto",
+        "Mixture-of-experts kernels; auto is flashinfer_cutlass on CUDA and reference on CPU.",
+        group=KERNELS,
+        choices=("auto", "reference", "flashinfer_cutlass", "torch_grouped"),
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "Type of the KV cache; auto is that of the activations.",
+        group=KERNELS,
+        choices=("auto", "bfloat16", "fp8_e4m3"),
+    )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "Same output for the same request whatever else runs. Autotune is skipped, since its choices differ by shape.",
+        group=KERNELS,
+        parse=None,
+    )
+
+    disable_cuda_graph: bool = flag(
+        False, "Run every decode forward eagerly. Autotune runs all the same.", group=GRAPHS, parse=None
+    )
+    cuda_graph_max_bs_decode: int | None = flag(
+        None,
+        "Largest decode batch that is captured, over all attention-DP ranks.",
+        group=GRAPHS,
+        parse=integer,
+        minimum=1,
+        aliases=("--cuda-graph-max-bs",),
+        default_text="from --max-running-requests",
+    )
+    cuda_graph_bs_decode: list[int] | None = flag(
+        None,
+        "Decode batch sizes per rank that are captured.",
+        group=GRAPHS,
+        parse=integer,
+        minimum=1,
+        nargs="+",
+        metavar="N",
+        aliases=("--cuda-graph-bs",),
+        default_text="a list up to the largest",
+    )
+
+    tp_size: int = flag(
+        1,
+        "Tensor-parallel ranks.",
+        group=PARALLEL,
+        parse=integer,
+        minimum=1,
+        aliases=("--tp", "--tensor-parallel-size"),
+    )
+    pp_size: int = flag(
+        1,
+        "Pipeline-parallel stages.",
+        group=PARALLEL,
+        parse=integer,
+        minimum=1,
+        aliases=("--pp", "--pipeline-parallel-size"),
+    )
+    ep_size: int = flag(
+        1,
+        "Ranks that the experts are spread over; must divide --tp-size.",
+        group=PARALLEL,
+        parse=integer,
+        minimum=1,
+        aliases=("--ep", "--expert-parallel-size"),
+    )
+    attn_dp_size: int = flag(
+        1,
+        "Attention replicas inside the tensor-parallel group; must divide --tp-size.",
+        group=PARALLEL,
+        parse=integer,
+        minimum=1,
+        aliases=("--attention-data-parallel-size",),
+    )
+    dp_size: int = flag(
+        1,
+        "With --enable-dp-attention, the older spelling of --attn-dp-size.",
+        group=PARALLEL,
+        parse=integer,
+        minimum=1,
+        aliases=("--dp", "--data-parallel-size"),
+    )
+    enable_dp_attention: bool = flag(
+        False, "Take --dp-size as the number of attention replicas.", group=PARALLEL, parse=None
+    )
+    nnodes: int = flag(
+        1, "Machines that the ranks are spread over.", group=PARALLEL, parse=integer, minimum=1
+    )
+    node_rank: int = flag(0, "Index of this machine.", group=PARALLEL, parse=integer, minimum=0)
+    dist_init_addr: str | None = flag(
+        None,
+        "HOST:PORT where the ranks meet; required with several machines.",
+        group=PARALLEL,
+        metavar="HOST:PORT",
+    )
+    dist_timeout: float = flag(
+        600.0,
+        "Seconds that a rank waits for the others in a collective call before the server stops.",
+        group=PARALLEL,
+        parse=number,
+        minimum=1,
+    )
+
+    disable_flashinfer_autotune: bool = flag(
+        False,
+        "Start without the autotune stage; kernels run with their defaults.",
+        group=AUTOTUNE,
+        parse=None,
+    )
+    flashinfer_autotune_skip_ops: list[str] = flag(
+        [],
+        "Ops that are neither tuned nor served from records.",
+        group=AUTOTUNE,
+        nargs="+",
+        metavar="OP",
+    )
+    flashinfer_autotune_records: list[str] = flag(
+        [],
+        "Record files that are loaded last, override all others and are not tuned again.",
+        group=AUTOTUNE,
+        nargs="+",
+        metavar="PATH",
+    )
+    flashinfer_autotune_report: str | None = flag(
+        None, "File that the stage's JSON report is written to.", group=AUTOTUNE, metavar="PATH"
+    )
+
+    random_seed: int = flag(
+        42, "Seed of sampling and of dummy weights.", group=RUNTIME, parse=integer, minimum=0
+    )
+    log_level: str = flag(
+        "info",
+        "Least severe messages that are logged.",
+        group=RUNTIME,
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    watchdog_timeout: float = flag(
+        300.0,
+        "Seconds that one forward may take before the server stops with a message.",
+        group=RUNTIME,
+        parse=number,
+        minimum=1,
+    )
+
+    def __post_init__(self) -> None:
+        if self.model_path == BUILTIN_MODEL_NAME and not os.path.exists(self.model_path):
+            self.model_path = BUILTIN_MODEL_PATH
+        check_flag_values(self)
+        self._take_older_dp_spelling()
+        self._check_numbers()
+        self._check_parallel_sizes()
+        self._check_nodes()
+        self._check_backends()
+        self._check_files()
+
+    def _take_older_dp_spelling(self) -> None:
+        if not self.enable_dp_attention:
+            if self.dp_size > 1:
+                raise ValueError(
+                    f"--dp-size {self.dp_size} asks for separate replicas, which are not built here: add "
+                    f"--enable-dp-attention, or use --attn-dp-size {self.dp_size}"
+                )
+            return
+        if self.dp_size > 1 and self.attn_dp_size not in (1, self.dp_size):
+            raise ValueError(
+                f"--dp-size {self.dp_size} and --attn-dp-size {self.attn_dp_size} disagree: give one of them"
+            )
+        self.attn_dp_size = max(self.attn_dp_size, self.dp_size)
+
+    def _check_numbers(self) -> None:
+        if not 0 < self.mem_fraction_static < 1:
+            raise ValueError(
+                f"--mem-fraction-static must lie between 0 and 1 (got {self.mem_fraction_static:g})"
+            )
+        if self.chunked_prefill_size == 0:
+            raise ValueError("--chunked-prefill-size must be at least 1, or -1 to turn chunking off (got 0)")
+        sizes = self.cuda_graph_bs_decode
+        if sizes is not None:
+            if not sizes:
+                raise ValueError(
+                    "--cuda-graph-bs-decode needs at least one size; --disable-cuda-graph captures none"
+                )
+            if len(set(sizes)) != len(sizes):
+                raise ValueError(
+                    f"--cuda-graph-bs-decode names a size twice (got {' '.join(map(str, sizes))})"
+                )
+        _ = self.model_overrides
+
+    def _check_parallel_sizes(self) -> None:
+        for name, size in (("--attn-dp-size", self.attn_dp_size), ("--ep-size", self.ep_size)):
+            if self.tp_size % size:
+                raise ValueError(f"{name} must divide --tp-size (got {size} and {self.tp_size})")
+        for name, limit in (
+            ("--max-running-requests", self.max_running_requests),
+            ("--chunked-prefill-size", self.chunked_prefill_size),
+        ):
+            if limit is not None and 0 < limit < self.attn_dp_size:
+                raise ValueError(
+                    f"{name} must be at least --attn-dp-size (got {limit} and {self.attn_dp_size})"
+                )
+
+    def _check_nodes(self) -> None:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(
+                f"--node-rank must be less than --nnodes (got {self.node_rank} and {self.nnodes})"
+            )
+        if self.world_size % self.nnodes:
+            raise ValueError(
+                f"--nnodes must divide the number of ranks, --tp-size x --pp-size (got {self.nnodes} and "
+                f"{self.world_size})"
+            )
+        if self.dist_init_addr is not None:
+            split_host_port(self.dist_init_addr, flag="--dist-init-addr")
+        elif self.nnodes > 1:
+            raise ValueError("--nnodes above 1 needs --dist-init-addr HOST:PORT, an address of node 0")
+
+    def _check_backends(self) -> None:
+        if self.device != "cpu":
+            return
+        for name, value in (
+            ("--attention-backend", self.attention_backend),
+            ("--moe-runner-backend", self.moe_runner_backend),
+        ):
+            if value in ("flashinfer", "flashinfer_cutlass"):
+                raise ValueError(f"{name} {value} needs a GPU: leave it out with --device cpu")
+
+    def _check_files(self) -> None:
+        for path in self.flashinfer_autotune_records:
+            if not os.path.isfile(path):
+                raise ValueError(f"--flashinfer-autotune-records: there is no file {path}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all: one process each."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def attn_tp_size(self) -> int:
+        """Ranks that share one attention replica."""
+        return self.tp_size // self.attn_dp_size
+
+    @property
+    def moe_tp_size(self) -> int:
+        """Ranks that share one expert."""
+        return self.tp_size // self.ep_size
+
+    @property
+    def uses_builtin_model(self) -> bool:
+        return self.model_path == BUILTIN_MODEL_PATH
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or (BUILTIN_MODEL_NAME if self.uses_builtin_model else self.model_path)
+
+    @property
+    def tokenizer(self) -> str:
+        """Where the tokenizer is read from."""
+        return self.tokenizer_path or self.model_path
+
+    @property
+    def model_overrides(self) -> dict[str, Any]:
+        """`--json-model-override-args` as a dict; raises `ValueError` when it is not a JSON object."""
+        try:
+            overrides = json.loads(self.json_model_override_args)
+        except ValueError as error:
+            raise ValueError(f"--json-model-override-args is not valid JSON: {error}") from None
+        if not isinstance(overrides, dict):
+            raise ValueError(
+                f"--json-model-override-args must be a JSON object (got {self.json_model_override_args})"
+            )
+        return overrides
+
+    def dtype_on(self, device: str) -> str:
+        """The dtype to load the model in on `device` ("cuda" or "cpu"); "auto" means the checkpoint's."""
+        return "float32" if self.dtype == "auto" and device == "cpu" else self.dtype
+
+    def chunked_prefill_size_on(self, device: str) -> int | None:
+        """Most prompt tokens of one prefill forward on `device`, over all attention-DP ranks; None: no chunking."""
+        size = self.chunked_prefill_size
+        if size is None:
+            return 8192 if device == "cuda" else 2048
+        return None if size == -1 else size
+
+    def attention_backend_on(self, device: str) -> str:
+        """The attention backend that "auto" means on `device`."""
+        if self.attention_backend != "auto":
+            return self.attention_backend
+        return "flashinfer" if device == "cuda" else "torch_native"
+
+    def moe_runner_backend_on(self, device: str) -> str:
+        """The MoE runner backend that "auto" means on `device`."""
+        if self.moe_runner_backend != "auto":
+            return self.moe_runner_backend
+        return "flashinfer_cutlass" if device == "cuda" else "reference"
+
+
+def server_args_parser(prog: str = "sglang serve") -> FlagParser:
+    """The parser of the server's flags."""
+    parser = FlagParser(prog=prog, description="Tune the kernels at start, then serve a model over HTTP.")
+    add_flags(parser, ServerArgs)
+    return parser
+
+
+def prepare_server_args(argv: Sequence[str], prog: str = "sglang serve") -> ServerArgs:
+    """The arguments in `argv` as a `ServerArgs`; raises `ValueError` that names the flag and the remedy."""
+    namespace = server_args_parser(prog).parse_strictly(drop_unbuilt_flags(argv))
+    return ServerArgs(**vars(namespace))

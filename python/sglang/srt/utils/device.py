@@ -1,0 +1,21 @@
+"""Which device `--device auto` means here."""
+
+from __future__ import annotations
+
+
+def resolved_device(device: str) -> str:
+    """`"cuda"` or `"cpu"` for a `--device` value; imports torch only when the answer depends on the machine.
+
+    Raises `ValueError` when CUDA is asked for and there is no GPU that torch can use.
+    """
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise ValueError(
+            "--device cuda: torch finds no usable GPU here; use --device cpu or leave --device out"
+        )
+    return "cpu"
