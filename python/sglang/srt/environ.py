@@ -131,7 +131,7 @@ class EnvFloat(_EnvNumber[float]):
 
 
 def home_dir() -> str:
-    """The user's home, also when `HOME` is unset; a directory of this user's own under the temp dir as a last resort."""
+    """The user's home, also when `HOME` is unset; as a last resort a directory of this user under the temp dir."""
     home = os.path.expanduser("~")  # HOME first, then the password database
     if home != "~" and os.path.isabs(home):
         return home
