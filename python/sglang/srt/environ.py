@@ -38,6 +38,10 @@ class EnvField(Generic[T]):
     def default(self) -> T:
         return self._default() if callable(self._default) else self._default
 
+    def fixed_default(self) -> T | None:
+        """The default, or None when it is worked out on the machine."""
+        return None if callable(self._default) else self._default
+
     def is_set(self) -> bool:
         return bool(os.environ.get(self.name, "").strip())
 

@@ -27,6 +27,13 @@ PARALLEL = "Parallelism"
 AUTOTUNE = "FlashInfer autotune"
 RUNTIME = "Runtime"
 
+# Shorter spellings that SGLang's --dtype and --kv-cache-dtype accept too.
+_DTYPE_SPELLINGS = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
+
+
+def _dtype_name(text: str) -> str:
+    return _DTYPE_SPELLINGS.get(text, text)
+
 
 @dataclass
 class ServerArgs:
@@ -55,6 +62,7 @@ class ServerArgs:
         "auto",
         "Type of weights and activations. auto is the checkpoint's on CUDA and float32 on CPU.",
         group=MODEL,
+        parse=_dtype_name,
         choices=("auto", "bfloat16", "float16", "float32"),
     )
     quantization: str | None = flag(
@@ -149,6 +157,7 @@ class ServerArgs:
         "auto",
         "Type of the KV cache; auto is that of the activations.",
         group=KERNELS,
+        parse=_dtype_name,
         choices=("auto", "bfloat16", "fp8_e4m3"),
     )
     enable_deterministic_inference: bool = flag(

@@ -19,7 +19,6 @@ _NUMBER = re.compile(r"^-\d+(\.\d*)?$")
 
 # Scheduling order, logging, metrics detail and process placement: results stay the same without them.
 WARNED: dict[str, str] = {
-    "--allow-auto-truncate": NONE,
     "--bucket-e2e-request-latency": MANY,
     "--bucket-inter-token-latency": MANY,
     "--bucket-time-to-first-token": MANY,
@@ -58,6 +57,7 @@ WARNED: dict[str, str] = {
     "--export-metrics-to-file-dir": ONE,
     "--file-storage-path": ONE,
     "--gc-warning-threshold-secs": ONE,
+    "--generation-tokens-buckets": MANY,
     "--keep-mm-feature-on-device": NONE,
     "--load-balance-method": ONE,
     "--log-level-http": ONE,
@@ -73,7 +73,6 @@ WARNED: dict[str, str] = {
     "--pp-async-batch-depth": ONE,
     "--prefill-max-requests": ONE,
     "--prompt-tokens-buckets": MANY,
-    "--generation-tokens-buckets": MANY,
     "--radix-eviction-policy": ONE,
     "--schedule-conservativeness": ONE,
     "--schedule-policy": ONE,
@@ -82,7 +81,6 @@ WARNED: dict[str, str] = {
     "--skip-server-warmup": NONE,
     "--sleep-on-idle": NONE,
     "--soft-watchdog-timeout": ONE,
-    "--ssl-keyfile-password": ONE,
     "--tokenizer-mode": ONE,
     "--tokenizer-worker-num": ONE,
     "--torch-compile-max-bs": ONE,
@@ -96,6 +94,7 @@ WARNED: dict[str, str] = {
 # Other models, other outputs, other processes or other topologies: going on without them would be another server.
 REFUSED: dict[str, str] = {
     "--admin-api-key": ONE,
+    "--allow-auto-truncate": NONE,
     "--base-gpu-id": ONE,
     "--chat-template": ONE,
     "--completion-template": ONE,
@@ -175,6 +174,7 @@ REFUSED: dict[str, str] = {
     "--ssl-ca-certs": ONE,
     "--ssl-certfile": ONE,
     "--ssl-keyfile": ONE,
+    "--ssl-keyfile-password": ONE,
     "--swa-full-tokens-ratio": ONE,
     "--tbo-token-distribution-threshold": ONE,
     "--tool-call-parser": ONE,

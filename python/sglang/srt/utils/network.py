@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import socket
 
+_BACKLOG = 2048
+
 
 def split_host_port(address: str, *, flag: str) -> tuple[str, int]:
     """`"host:port"` (an IPv6 host in brackets) as its parts; raises `ValueError` that names `flag`."""
@@ -26,7 +28,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def bind_http_socket(host: str, port: int) -> socket.socket:
-    """A bound TCP socket (not listening yet), so that an occupied port is found before anything else starts.
+    """A listening TCP socket, so that an occupied port is found before anything else starts.
 
     Raises `ValueError` that names `--port` or `--host`.
     """
@@ -39,6 +41,8 @@ def bind_http_socket(host: str, port: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
+        # Two sockets with SO_REUSEADDR may bind one port; only one of them may listen.
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
