@@ -1,15 +1,15 @@
-"""Writes docs/cli.md from the flags and variables themselves: `python -m sglang.cli.docs [PATH]`."""
+"""Writes docs/cli.md from the parsers and variables themselves: `python -m sglang.cli.docs [PATH]`."""
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import EnvField, Envs
-from sglang.srt.flags import default_text, flag_fields, flag_name
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import server_args_parser
 from sglang.srt.unbuilt_flags import REFUSED, WARNED
 
 DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
@@ -17,14 +17,10 @@ DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
 _INTRODUCTION = """\
 # Command line
 
-This page is written by `make docs` from the flags and variables themselves.
+This page is written by `make docs` from the flags and variables themselves; `sglang COMMAND --help` prints the same.
 
-`sglang COMMAND --help` prints the same. A wrong flag ends in one line that names it and exit code 2; a start that
-fails ends in one line and exit code 1.
-
-## sglang serve
-
-`python -m sglang.launch_server` is the same command. Names and meanings are SGLang's.
+A wrong flag ends in one line that names it and exit code 2; a start that fails ends in one line and exit code 1.
+`python -m sglang.launch_server` is another name of `sglang serve`. Names and meanings of its flags are SGLang's.
 """
 
 _ENVIRONMENT = """\
@@ -46,23 +42,47 @@ Refused, since going on without them would be another server:
 """
 
 
+def parsers() -> list[argparse.ArgumentParser]:
+    """The parsers of every command that has flags, in the page's order."""
+    return [server_args_parser()]
+
+
 def render() -> str:
     """The whole page."""
-    parts = [_INTRODUCTION, *_flag_tables(), _ENVIRONMENT, _environment_table()]
+    parts = [_INTRODUCTION]
+    for parser in parsers():
+        parts += _parser_sections(parser)
+    parts += [_ENVIRONMENT, _environment_table()]
     parts.append(_UNBUILT.format(warned=_names(WARNED), refused=_names(REFUSED)))
     return "\n".join(parts)
 
 
-def _flag_tables() -> Iterable[str]:
-    groups: dict[str, list[str]] = {}
-    for field, spec in flag_fields(ServerArgs):
-        names = ", ".join(f"`{name}`" for name in (flag_name(field.name), *spec.aliases))
-        choices = ", ".join(f"`{choice}`" for choice in spec.choices or ())
-        meaning = f"{spec.help} One of {choices}." if choices else spec.help
-        row = f"| {names} | {_cell(meaning)} | {_cell(default_text(field, spec))} |"
-        groups.setdefault(spec.group, []).append(row)
-    for group, rows in groups.items():
-        yield "\n".join([f"### {group}", "", "| flag | meaning | default |", "|---|---|---|", *rows, ""])
+def _parser_sections(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """A heading per command and a table per group; subcommands follow their command."""
+    yield f"## {parser.prog}\n\n{parser.description or ''}\n"
+    subcommands: list[argparse.ArgumentParser] = []
+    for group in parser._action_groups:  # argparse has no public way to list what was declared
+        rows = []
+        for action in group._group_actions:
+            if isinstance(action, argparse._SubParsersAction):
+                subcommands += action.choices.values()
+            elif not isinstance(action, argparse._HelpAction) and action.help is not argparse.SUPPRESS:
+                rows.append(_row(action))
+        if rows:
+            title = group.title or "options"
+            yield "\n".join(
+                [f"### {title[0].upper()}{title[1:]}", "", "| flag | meaning |", "|---|---|", *rows, ""]
+            )
+    for subcommand in subcommands:
+        yield from _parser_sections(subcommand)
+
+
+def _row(action: argparse.Action) -> str:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar or action.dest}`"
+    meaning = (action.help or "").replace("%%", "%")
+    if action.choices is not None:
+        meaning += " One of " + ", ".join(f"`{choice}`" for choice in action.choices) + "."
+    return f"| {names} | {_cell(meaning)} |"
 
 
 def _environment_table() -> str:
@@ -85,7 +105,7 @@ def _names(table: dict[str, str]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def main(argv: list[str]) -> int:

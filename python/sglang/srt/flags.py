@@ -108,14 +108,15 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
             continue
         if spec.nargs is not None:
             options.update(nargs=spec.nargs, action="extend")
-        group.add_argument(*names, type=spec.parse, choices=spec.choices, metavar=spec.metavar, **options)
+        metavar = spec.metavar or (None if spec.choices else _METAVARS.get(spec.parse, "TEXT"))
+        group.add_argument(*names, type=spec.parse, choices=spec.choices, metavar=metavar, **options)
 
 
 def help_text(field: dataclasses.Field[Any], spec: FlagSpec) -> str:
     """The help line with its default, percent signs escaped for argparse."""
     text = spec.help.replace("%", "%%")
     default = default_text(field, spec)
-    return f"{text} (default: {default})" if default else text
+    return f"{text} Default: {default}." if default else text
 
 
 def default_text(field: dataclasses.Field[Any], spec: FlagSpec) -> str:
@@ -160,3 +161,6 @@ def integer(text: str) -> int:
 
 def number(text: str) -> float:
     return float(text)
+
+
+_METAVARS = {integer: "N", number: "X"}

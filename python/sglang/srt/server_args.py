@@ -43,6 +43,7 @@ class ServerArgs:
         BUILTIN_MODEL_PATH,
         "Directory with config.json and safetensors, or a Hugging Face model id.",
         group=MODEL,
+        metavar="PATH",
         aliases=("--model",),
         default_text="the built-in model",
     )
@@ -448,7 +449,11 @@ class ServerArgs:
 
 def server_args_parser(prog: str = "sglang serve") -> FlagParser:
     """The parser of the server's flags."""
-    parser = FlagParser(prog=prog, description="Tune the kernels at start, then serve a model over HTTP.")
+    parser = FlagParser(
+        prog=prog,
+        usage="%(prog)s [--flag VALUE ...]",
+        description="Tune the kernels at start, then serve a model over HTTP.",
+    )
     add_flags(parser, ServerArgs)
     return parser
 
