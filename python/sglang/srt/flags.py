@@ -163,4 +163,4 @@ def number(text: str) -> float:
     return float(text)
 
 
-_METAVARS = {integer: "N", number: "X"}
+_METAVARS: dict[Callable[[str], Any], str] = {integer: "N", number: "X"}
