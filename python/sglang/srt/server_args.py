@@ -110,7 +110,7 @@ class ServerArgs:
         group=CAPACITY,
         parse=integer,
         minimum=1,
-        default_text="from the KV pool's size",
+        default_text="256 per attention replica on CUDA, 64 on CPU",
     )
     max_total_tokens: int | None = flag(
         None,
