@@ -153,7 +153,7 @@ class ReferenceMoERunner(MoERunner):
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__(shape)
-        self.op = TunedOp(OP_NAME, [ReferenceMoE()], shape.max_num_tokens)
+        self.op = TunedOp(OP_NAME, [ReferenceMoE()], shape.max_num_tokens, num_token_inputs=3)
 
     def run(
         self,

@@ -31,18 +31,20 @@ class OpProfiler(Protocol):
 class TunedOp:
     """Several implementations of one op over the same inputs, chosen per token bucket.
 
-    ``inputs[0]`` has the tokens in dimension 0; the grid is FlashInfer's own up to ``max_num_tokens``.
-    ``runners[0]`` with tactic -1 is the default.
+    The first ``num_token_inputs`` inputs have the tokens in dimension 0; the grid is FlashInfer's own up to
+    ``max_num_tokens``. ``runners[0]`` with tactic -1 is the default.
     """
 
-    def __init__(self, name: str, runners: Sequence[TunableRunner], max_num_tokens: int) -> None:
+    def __init__(
+        self, name: str, runners: Sequence[TunableRunner], max_num_tokens: int, num_token_inputs: int
+    ) -> None:
         self.name = name
         self.runners = list(runners)
         self.config = TuningConfig(
             dynamic_tensor_specs=(
                 DynamicTensorSpec(
-                    (0,),
-                    (0,),
+                    tuple(range(num_token_inputs)),
+                    (0,) * num_token_inputs,
                     get_hybrid_num_tokens_buckets(max_num_tokens),
                     make_hybrid_bucket_mapper(max_num_tokens),
                 ),

@@ -1,0 +1,212 @@
+"""Records in and out of the tuner: what a start loads before it tunes, and what it keeps of what it tunes.
+
+Seeds, the user's file and what was given on purpose are merged by precedence and loaded once. After each step
+its new winners are committed to the user's file by the store; seeds and given records never end there.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.host import Host
+from sglang.srt.autotune.plan import Plan, Step
+from sglang.srt.autotune.records.cache_key import CacheIdentity, CachePath, RankPlace
+from sglang.srt.autotune.records.document import records_from_entries
+from sglang.srt.autotune.records.environment import cpu_model_name
+from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
+from sglang.srt.autotune.records.record import RecordKey, StepEntry, parse_key
+from sglang.srt.autotune.records.seeds import SeedCatalogue
+from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
+from sglang.srt.autotune.report import StageReport, StepReport
+from sglang.srt.autotune.settings import StageSettings
+
+logger = logging.getLogger(__name__)
+
+_SOURCE_WORDS = {"seed": "seeded", "user": "user", "given": "given", "tuned": "tuned"}
+
+
+class CachePhase:
+    """The records of one rank for one start. Errors of files are reported, never raised."""
+
+    def __init__(self, host: Host, settings: StageSettings, report: StageReport) -> None:
+        self._host, self._settings, self._report = host, settings, report
+        self._environment = flashinfer_api.environment()
+        report.environment = self._environment
+        path, fallback = self._place()
+        self._store = RecordStore(path, self._environment, fallback=fallback)
+        self._merged = MergedRecords()
+        self._committed: set[str] = set()
+        report.cache_path = str(path)
+
+    @property
+    def journal_path(self) -> Path:
+        return self._store.path.with_name(f"{self._store.path.stem}.journal")
+
+    @property
+    def merged_count(self) -> int:
+        """Records that were loaded."""
+        return len(self._merged.records)
+
+    def load(self) -> None:
+        """Seeds first, then the user's file, then given records; nothing at all when reuse is off."""
+        if not self._settings.use_cache:
+            logger.info("FlashInfer autotune reuses no records (SGLANG_FLASHINFER_AUTOTUNE_CACHE=0)")
+            return
+        applies = {
+            **self._host.identity.applies,
+            "sm": self._sm,
+            "flashinfer_version": self._environment["flashinfer_version"],
+        }
+        seeds = SeedCatalogue().select(applies, self._environment)
+        self._report.seeds = [{"name": seed.name, "used": True, "reasons": []} for seed in seeds.chosen]
+        self._report.seeds += [
+            {"name": name, "used": False, "reasons": list(reasons)} for name, reasons in seeds.refused
+        ]
+        user = self._store.load()
+        given = [
+            load_file(path, source="given", environment=self._environment)
+            for path in self._settings.given_records
+        ]
+        self._report_problems("user", user)
+        for loaded in given:
+            self._report_problems("given", loaded)
+        self._merged = merge_sources(seeds.chosen, user, given)
+        counts = self._merged.count_by_source()
+        records = self._report.records
+        records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
+        self._load_into_tuner()
+
+    def reload_without(self, buckets: Collection[int]) -> None:
+        """Drop the records of buckets that some coupled rank must tune; the others stay."""
+        self._merged = self._merged.without_buckets(buckets)
+        flashinfer_api.forget_everything()
+        self._load_into_tuner()
+
+    def commit(self, step: Step) -> int:
+        """Write the winners that the step added; returns how many were added."""
+        fresh = self._merged.new_in(flashinfer_api.stored_entries())
+        fresh = [record for record in fresh if record.key not in self._committed]
+        self._committed |= {record.key for record in fresh}
+        keys = sorted(self._keys_at(step.bucket))
+        self._store.commit(fresh, steps=[StepEntry(step.name, tuple(keys))])
+        self._report.records.tuned += len(fresh)
+        return len(fresh)
+
+    def adopt(self, choices: dict[str, list[Any]]) -> None:
+        """Take another rank's choices for these keys: in the tuner now, in the file for the next start."""
+        flashinfer_api.replace_winners({key: entry[1] for key, entry in choices.items()})
+        adopted = records_from_entries(choices)
+        self._store.commit([record.with_source("tuned") for record in adopted.values()])
+
+    def finish(self, plan: Plan, reports: dict[Step, StepReport]) -> None:
+        """Keep the measured times beside the records, so that a warm start need not measure them again."""
+        measured = [
+            StepEntry(
+                step.name,
+                tuple(sorted(self._keys_at(step.bucket))),
+                default_ms=reports[step].default_ms,
+                tuned_ms=reports[step].tuned_ms,
+            )
+            for step in plan.steps
+            if reports[step].source == "tuned" and reports[step].default_ms is not None
+        ]
+        self._store.commit(steps=measured)
+        if not self._store.writable:
+            self._report.cache_path = None
+            self._report.warnings.append(f"records are kept in memory only: {self._store.reason}")
+
+    def describe_covered(self, step: Step, report: StepReport) -> None:
+        """Source and stored times of a step that records answered."""
+        sources = {
+            self._merged.records[key].source
+            for key in self._keys_at(step.bucket)
+            if key in self._merged.records
+        }
+        words = sorted(_SOURCE_WORDS[source] for source in sources)
+        report.source = words[0] if len(words) == 1 else "mixed (" + ", ".join(words) + ")"
+        if entry := self._merged.steps.get(step.name):
+            report.default_ms, report.tuned_ms = entry.default_ms, entry.tuned_ms
+
+    def winners(self) -> dict[str, list[Any]]:
+        """``key -> [runner, tactic]`` of everything that serving would use."""
+        return {key: entry[:2] for key, entry in flashinfer_api.stored_entries().items()}
+
+    def winners_at(self, bucket: int) -> dict[str, str]:
+        """What serves a bucket, op by op, in words."""
+        described = {}
+        for key, entry in flashinfer_api.stored_entries().items():
+            parsed = _parse(key)
+            if parsed is not None and parsed.num_tokens == bucket:
+                tactic = "default" if entry[1] == -1 else str(entry[1])
+                described[parsed.custom_op] = f"{entry[0]} {tactic}"
+        return described
+
+    @property
+    def _sm(self) -> str:
+        capability = self._host.capability
+        return "cpu" if capability is None else f"sm{capability[0]}{capability[1]}"
+
+    def _place(self) -> tuple[Path, Path | None]:
+        """This rank's file, and the one to read where it does not exist yet."""
+        identity, topology = self._host.identity, self._host.topology
+        environment = dict(self._environment)
+        if self._sm == "cpu":
+            # FlashInfer's stamp says "unknown" on every CPU; times of one CPU mean nothing on another.
+            environment["cpu"] = cpu_model_name()
+        cache_path = CachePath(
+            self._settings.cache_root,
+            CacheIdentity(
+                model=identity.model,
+                dtype=identity.dtype,
+                environment=environment,
+                quantization=identity.quantization,
+                kv_cache_dtype=identity.kv_cache_dtype,
+                backends=identity.backends,
+                parallel=identity.parallel,
+                skip_ops=self._settings.skip_ops,
+                draft=identity.draft,
+            ),
+            self._sm,
+        )
+        place = RankPlace(
+            topology.tp_rank, topology.pp_rank, topology.dp_rank, identity.draft, identity.gpu_uuid
+        )
+        if not self._settings.use_cache:
+            return cache_path.fresh_records(place, self._settings.run_id), None
+        cache_path.describe()
+        return cache_path.records(place), cache_path.fallback(place)
+
+    def _load_into_tuner(self) -> None:
+        if not self._merged.records and not self._merged.namespaces:
+            return
+        with tempfile.TemporaryDirectory(prefix="sglang-autotune-") as scratch:
+            path = materialise(
+                self._merged, self._environment, Path(scratch, "records.json"), flashinfer_api.policy_of
+            )
+            loaded = flashinfer_api.load_records(path)
+        assert loaded, "FlashInfer refused a file that carries this process's own stamp"
+
+    def _report_problems(self, source: str, loaded: LoadedRecords) -> None:
+        for reason in loaded.problems:
+            self._report.records.rejected.append({"source": source, "path": loaded.path, "reason": reason})
+            logger.warning("FlashInfer autotune does not use a record: %s", reason)
+
+    def _keys_at(self, bucket: int) -> set[str]:
+        keys = set()
+        for key in flashinfer_api.stored_entries():
+            parsed = _parse(key)
+            if parsed is not None and parsed.num_tokens == bucket:
+                keys.add(key)
+        return keys
+
+
+def _parse(key: str) -> RecordKey | None:
+    try:
+        return parse_key(key)
+    except ValueError:
+        return None

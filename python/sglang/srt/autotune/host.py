@@ -1,0 +1,62 @@
+"""The one protocol through which the stage sees its engine.
+
+An engine that implements `Host` can carry this folder. Nothing else of the engine is imported by the
+subsystem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.autotune.identity import EngineIdentity, Topology
+from sglang.srt.autotune.plan import Limits, Shape
+
+
+class Host(Protocol):
+    """What the stage asks of an engine. All methods are called from the rank's main thread."""
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    limits: Limits
+    topology: Topology
+    identity: EngineIdentity
+    moe_backend: str
+    #: dtype in which `op_probe` computes.
+    probe_dtype: torch.dtype
+    #: Names under which the selected backends ask FlashInfer's AutoTuner.
+    op_names: tuple[str, ...]
+    #: In-tree ops to which a profiler is lent where FlashInfer cannot measure.
+    tuned_ops: tuple[Any, ...]
+    #: CPU process group over ``topology.alike`` for FlashInfer's own reductions; None with one rank or on CPU.
+    timing_group: Any | None
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """The stream and grad mode in which serving runs its forwards."""
+        ...
+
+    def dummy_forward(self, shape: Shape) -> None:
+        """Run one forward of ``shape`` through all layers of this rank, with its collectives.
+
+        Token ids look real and routing keeps every local expert busy. No KV of a request is touched.
+        """
+        ...
+
+    def op_probe(self, num_tokens: int) -> Callable[[], torch.Tensor]:
+        """The tunable op of one layer on fixed inputs of ``num_tokens`` rows; local, no collective.
+
+        Returns:
+            A callable giving ``[num_tokens, hidden]``; it compares the tuned with the default choice.
+        """
+        ...
+
+    def free_memory_bytes(self) -> int | None:
+        """Free device memory; None where it is not worth asking (CPU)."""
+        ...
+
+    def step_memory_bytes(self, shape: Shape) -> int:
+        """An upper estimate of what a dummy forward of ``shape`` allocates."""
+        ...

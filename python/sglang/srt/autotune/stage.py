@@ -1,0 +1,407 @@
+"""The startup autotune stage, told in its order.
+
+decide -> plan -> records -> coverage -> steps -> verification -> report. Ranks whose forwards are coupled take
+every branch together: whatever could differ between them is put to a vote before anything depends on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.cache_phase import CachePhase
+from sglang.srt.autotune.decision import Decision, decide
+from sglang.srt.autotune.flashinfer_api import TuningUnavailable
+from sglang.srt.autotune.host import Host
+from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.plan import Plan, Step, make_plan
+from sglang.srt.autotune.progress import Listener, StageProgress, print_table
+from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport
+from sglang.srt.autotune.session import Session
+from sglang.srt.autotune.settings import StageSettings
+from sglang.srt.autotune.timer import OpTimer
+from sglang.srt.autotune.verify import Coverage, compare, coverage_of
+
+logger = logging.getLogger(__name__)
+
+SAME_FLAGS = "start every rank with the same flags"
+
+
+class StepFailed(RuntimeError):
+    """A step failed in a forward that other ranks take part in; the start ends, the next leaves it out."""
+
+
+def run_stage(
+    host: Host,
+    settings: StageSettings,
+    agreement: Agreement,
+    listener: Listener | None = None,
+) -> StageReport:
+    """Run the stage on this rank and report what happened. Called before any graph is captured.
+
+    Tuning that cannot be had leaves the engine untuned with one ERROR line and status ``failed``; a user's
+    switch or unsuitable hardware gives status ``skipped``.
+
+    Raises:
+        AgreementError: a coupled rank is missing, failed, or was started with other flags.
+        StepFailed: a step failed in a forward that other ranks take part in.
+    """
+    started = time.monotonic()
+    report = StageReport()
+    stage = _Stage(host, settings, agreement, report, listener)
+    try:
+        stage.run()
+    except TuningUnavailable as error:
+        report.status, report.reason = "failed", str(error)
+        logger.error("FlashInfer autotune failed, serving untuned: %s", error)
+    except Exception as error:
+        agreement.fail(f"{type(error).__name__}: {error}")
+        raise
+    report.seconds = time.monotonic() - started
+    stage.conclude()
+    return report
+
+
+class _Stage:
+    """The state that the parts of one run share; `run` is the story."""
+
+    def __init__(
+        self,
+        host: Host,
+        settings: StageSettings,
+        agreement: Agreement,
+        report: StageReport,
+        listener: Listener | None,
+    ) -> None:
+        self.host, self.settings, self.agreement = host, settings, agreement
+        self.report, self.listener = report, listener
+        self.is_first = host.topology.rank == 0
+        self.step_reports: dict[Step, StepReport] = {}
+
+    def run(self) -> None:
+        decision = self._decide()
+        if not decision.run:
+            self.report.status, self.report.reason = "skipped", decision.reason
+            logger.info("FlashInfer autotune skipped: %s", decision.reason)
+            return
+
+        plan = self._plan()
+        self._check_that_tuning_can_be_had()
+        if self.is_first:
+            self._log_plan(plan)
+
+        with self._timed("records"):
+            cache = CachePhase(self.host, self.settings, self.report)
+            cache.load()
+        journal = Journal(cache.journal_path)
+
+        with self.host.forward_context():
+            with self._timed("coverage"):
+                covered = self._agree_on_coverage(plan, cache)
+            todo = self._without_left_out([step for step in plan.steps if step not in covered], journal)
+            with self._timed("steps"):
+                tuned = self._tune(todo, cache, journal)
+            with self._timed("verification"):
+                self._verify(plan, covered, tuned, cache)
+        self._agree_on_winners(cache)
+        cache.finish(plan, self.step_reports)
+        self.report.status = "completed"
+        self.report.reason = self._summary(todo)
+
+    # decide ----------------------------------------------------------------------------------------------
+
+    def _decide(self) -> Decision:
+        settings, host = self.settings, self.host
+        self.agreement.announce("deciding whether to tune")
+        decision = decide(
+            disabled=settings.disabled,
+            deterministic=settings.deterministic,
+            device=host.device.type,
+            capability=host.capability,
+            tunable_ops=host.op_names,
+            skip_ops=settings.skip_ops,
+            moe_backend=host.moe_backend,
+        )
+        self.report.skipped_ops = {"names": list(settings.skip_ops), "never_asked": []}
+        self.agreement.all_agree(
+            "skip list (--flashinfer-autotune-skip-ops)", list(settings.skip_ops), SAME_FLAGS
+        )
+        answers = self.agreement.gather("decision to tune", [decision.run, decision.reason])
+        for rank, (run, reason) in answers.items():
+            if not run:
+                where = "" if self.agreement.is_alone or not decision.run else f"rank {rank}: "
+                return Decision(False, where + reason)
+        return decision
+
+    # plan ------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        plan = make_plan(self.host.limits, include_prefill=self.settings.include_prefill)
+        self.report.plan = plan.to_json()
+        self.agreement.all_agree("plan", [[s.phase.value, s.bucket] for s in plan.steps], SAME_FLAGS)
+        for step in plan.steps:
+            self.step_reports[step] = StepReport(step.phase.value, step.bucket)
+        self.report.steps = list(self.step_reports.values())
+        return plan
+
+    def _check_that_tuning_can_be_had(self) -> None:
+        """Raise on every coupled rank when one of them cannot tune."""
+        problem = None
+        try:
+            flashinfer_api.version()
+            if self.host.device.type == "cuda":
+                flashinfer_api.load_timing_module()
+        except TuningUnavailable as error:
+            problem = str(error)
+        answers = self.agreement.gather("whether tuning can be had", problem)
+        for rank, answer in answers.items():
+            if answer is not None:
+                raise TuningUnavailable(answer if self.agreement.is_alone else f"rank {rank}: {answer}")
+
+    def _log_plan(self, plan: Plan) -> None:
+        decode = [step.bucket for step in plan.steps if step.phase.value == "decode"]
+        prefill = [step.bucket for step in plan.steps if step.phase.value == "prefill"]
+        logger.info(
+            "Running FlashInfer autotune: %d steps, decode at %s, prefill at %s tokens (ops: %s)",
+            len(plan.steps),
+            " ".join(map(str, decode)),
+            " ".join(map(str, prefill)) or "no",
+            ", ".join(op for op in self.host.op_names if op not in self.settings.skip_ops),
+        )
+
+    # records and coverage --------------------------------------------------------------------------------
+
+    def _agree_on_coverage(self, plan: Plan, cache: CachePhase) -> dict[Step, Coverage]:
+        """Steps whose forward finds only records, on every coupled rank; records of the others are dropped.
+
+        A rank must not keep records of a step that another rank will tune: its lookups would hit where the
+        others profile, and their reductions would wait for it.
+        """
+        self.agreement.announce("checking which steps the records cover")
+        have_records = self.agreement.gather("whether records were loaded", bool(cache.merged_count))
+        if not any(have_records.values()):
+            return {}
+        found = {step: coverage_of(self.host, step, self.settings.skip_ops) for step in plan.steps}
+        mine = [found[step].complete for step in plan.steps]
+        answers = self.agreement.gather("coverage of the steps", mine)
+        covered, uncovered_buckets = {}, set()
+        for index, step in enumerate(plan.steps):
+            if all(answer[index] for answer in answers.values()):
+                covered[step] = found[step]
+            else:
+                uncovered_buckets.add(step.bucket)
+        if not self.agreement.is_alone and uncovered_buckets:
+            cache.reload_without(uncovered_buckets)
+        return covered
+
+    def _without_left_out(self, steps: list[Step], journal: Journal) -> list[Step]:
+        """Leave out the steps that broke earlier starts of any rank."""
+        mine = {left.step: left.reason for left in journal.left_out()}
+        answers = self.agreement.gather("steps that broke earlier starts", mine)
+        reasons = {name: reason for answer in reversed(answers.values()) for name, reason in answer.items()}
+        for step in steps:
+            if step.name in reasons:
+                self._leave_out(step, f"{reasons[step.name]}; delete {journal.path} to try it again")
+        return [step for step in steps if step.name not in reasons]
+
+    def _leave_out(self, step: Step, reason: str) -> None:
+        self.step_reports[step].source = "left out"
+        self.step_reports[step].note = reason
+        self.report.left_out.append({"step": step.name, "reason": reason})
+        if self.is_first:
+            logger.warning("FlashInfer autotune leaves out step %s: %s", step.name, reason)
+
+    # steps -----------------------------------------------------------------------------------------------
+
+    def _tune(self, steps: list[Step], cache: CachePhase, journal: Journal) -> list[Step]:
+        """Tune step by step; each is committed before the next begins."""
+        alike = self.agreement.within(self.host.topology.alike, "alike")
+        session = Session(
+            self.host,
+            self.settings.skip_ops,
+            lambda times: alike.mean_times("times of the candidates", times),
+        )
+        tuned = []
+        progress = StageProgress(len(steps), visible=self.is_first and bool(steps), listener=self.listener)
+        with progress, session:
+            for step in steps:
+                progress.begin(step.name)
+                self.agreement.announce(f"step {step.name}")
+                if self._has_headroom(step) and self._tune_one(step, session, cache, journal):
+                    tuned.append(step)
+                progress.end()
+        return tuned
+
+    def _has_headroom(self, step: Step) -> bool:
+        """All coupled ranks have the memory for this step, or none runs it."""
+        free, needed = self.host.free_memory_bytes(), self.host.step_memory_bytes(step.shape)
+        enough = free is None or free >= needed
+        answers = self.agreement.gather(f"headroom for step {step.name}", [enough, free, needed])
+        for rank, (ok, rank_free, rank_needed) in answers.items():
+            if not ok:
+                who = "" if self.agreement.is_alone else f"rank {rank} has "
+                self._leave_out(
+                    step,
+                    f"{who}{rank_free / 2**30:.2f} GiB free of the {rank_needed / 2**30:.2f} GiB it needs; "
+                    "lower --mem-fraction-static",
+                )
+                return False
+        return True
+
+    def _tune_one(self, step: Step, session: Session, cache: CachePhase, journal: Journal) -> bool:
+        step_report, began = self.step_reports[step], time.monotonic()
+        journal.begin(step.name)
+        try:
+            lookups = session.tune(step)
+        except Exception as error:
+            message = f"{type(error).__name__}: {str(error)[:300]}"
+            journal.failed(step.name, message)
+            if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+                self._leave_out(step, f"out of memory: {message}")
+                return False
+            raise StepFailed(
+                f"rank {self.host.topology.rank} failed in autotune step {step.name} ({message}); "
+                "the next start leaves this step out"
+            ) from error
+        step_report.profiles_tuned = cache.commit(step)
+        step_report.seconds = time.monotonic() - began
+        step_report.source = "tuned"
+        self.report.profiles_tuned += step_report.profiles_tuned
+        self.report.warnings += lookups.warnings
+        if lookups.out_of_memory:
+            step_report.note = "FlashInfer ran out of memory in its sweep and kept the default"
+        journal.done(step.name)
+        return True
+
+    # verification ----------------------------------------------------------------------------------------
+
+    def _verify(
+        self, plan: Plan, covered: dict[Step, Coverage], tuned: list[Step], cache: CachePhase
+    ) -> None:
+        """Every step finds only records with tuning off; what was tuned is compared with the default."""
+        self.agreement.announce("verifying")
+        asked_and_skipped: set[str] = set()
+        timer = OpTimer(self.host.device)
+        for step in plan.steps:
+            step_report = self.step_reports[step]
+            coverage = covered.get(step)
+            if coverage is not None:
+                cache.describe_covered(step, step_report)
+            else:
+                coverage = coverage_of(self.host, step, self.settings.skip_ops)
+            asked_and_skipped |= coverage.skipped_ops
+            for fallback in coverage.fallbacks:
+                self.report.fallback_details.append(
+                    FallbackReport(fallback.op_name, step.name, fallback.shapes)
+                )
+            if step in tuned:
+                comparison = compare(self.host, step, timer)
+                step_report.default_ms, step_report.tuned_ms = comparison.default_ms, comparison.tuned_ms
+                step_report.relative_error = comparison.relative_error
+                if not comparison.within_tolerance:
+                    step_report.note = (
+                        "the tuned output is not finite"
+                        if not comparison.finite
+                        else f"the tuned output differs from the default's by {comparison.relative_error:.2e}"
+                    )
+                    self.report.warnings.append(f"step {step.name}: {step_report.note}")
+            step_report.winners = cache.winners_at(step.bucket)
+        self.report.fallbacks = len(self.report.fallback_details)
+        never = [op for op in self.settings.skip_ops if op not in asked_and_skipped]
+        self.report.skipped_ops["never_asked"] = never
+
+    def _agree_on_winners(self, cache: CachePhase) -> None:
+        """Ranks that must choose alike compare what they chose; the lowest rank's choice repairs a difference."""
+        alike = self.agreement.within(self.host.topology.alike, "winners")
+        if alike.is_alone:
+            return
+        answers = alike.gather("winners", cache.winners())
+        first = answers[alike.ranks[0]]
+        mine = answers[self.host.topology.rank]
+        different = {key: first[key] for key in mine if key in first and first[key] != mine[key]}
+        if different:
+            cache.adopt(different)
+            self.report.disagreements = [
+                {"key": key, "rank": self.host.topology.rank, "had": mine[key], "now": choice}
+                for key, choice in different.items()
+            ]
+            logger.warning(
+                "FlashInfer autotune: rank %d chose differently from rank %d for %d records and took its choices",
+                self.host.topology.rank,
+                alike.ranks[0],
+                len(different),
+            )
+
+    # report ----------------------------------------------------------------------------------------------
+
+    def _summary(self, todo: list[Step]) -> str:
+        if not todo:
+            return "every step was covered by records"
+        return f"{self.report.profiles_tuned} profiles tuned in {len(todo)} steps"
+
+    def conclude(self) -> None:
+        """Gather what each rank did, log the end, write the report file."""
+        report, topology = self.report, self.host.topology
+        mine = {
+            "rank": topology.rank,
+            "tp_rank": topology.tp_rank,
+            "pp_rank": topology.pp_rank,
+            "dp_rank": topology.dp_rank,
+            "status": report.status,
+            "seconds": round(report.seconds, 3),
+            "profiles_tuned": report.profiles_tuned,
+            "fallbacks": report.fallbacks,
+            "disagreements": len(report.disagreements),
+            "cache_path": report.cache_path,
+        }
+        report.ranks = list(self.agreement.gather("report", mine).values())
+        if not self.is_first:
+            return
+        if report.status == "completed":
+            if report.profiles_tuned:
+                print_table(report)
+            if report.fallbacks:
+                first = report.fallback_details[0]
+                logger.warning(
+                    "FlashInfer autotune: %d lookups still fall back to the default, the first at step %s: %s %s",
+                    report.fallbacks,
+                    first.step,
+                    first.op,
+                    first.shapes,
+                )
+            logger.info(
+                "FlashInfer autotune completed in %.2f s: %s, %d fallbacks, records at %s",
+                report.seconds,
+                report.reason,
+                report.fallbacks,
+                report.cache_path,
+            )
+        if self.settings.report_path is not None:
+            try:
+                report.write(self.settings.report_path)
+            except OSError as error:
+                logger.error(
+                    "--flashinfer-autotune-report %s cannot be written: %s", self.settings.report_path, error
+                )
+
+    def _timed(self, name: str) -> _Stopwatch:
+        return _Stopwatch(lambda seconds: self.report.timings.__setitem__(name, round(seconds, 4)))
+
+
+class _Stopwatch:
+    """Hands the seconds that its block took to ``done``."""
+
+    def __init__(self, done: Callable[[float], Any]) -> None:
+        self._done = done
+
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._done(time.monotonic() - self._began)

@@ -1,0 +1,125 @@
+"""The model runner as the autotune stage sees it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.identity import Topology
+from sglang.srt.autotune.plan import Phase, Shape
+from sglang.srt.autotune_config import identity_of
+from sglang.srt.layers.fused_moe import FusedMoE
+from sglang.srt.layers.moe.topk import balanced_topk_ids
+from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_SEED = 20
+
+
+class ModelRunnerHost:
+    """Implements `autotune.host.Host` for one rank's `ModelRunner`, before it serves anything."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.device = runner.device
+        self.capability = (
+            torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        )
+        self.limits = runner.limits
+        self.topology = topology_of(runner)
+        self.identity = identity_of(runner.server_args, runner.model_config, self.device.type)
+        self.moe_backend = runner.server_args.moe_runner_backend_on(self.device.type)
+        self.probe_dtype = runner.dtype
+        self.op_names = runner.moe_runner.op_names
+        op = getattr(runner.moe_runner, "op", None)
+        self.tuned_ops: tuple[Any, ...] = () if op is None else (op,)
+        tp = runner.parallel.tp
+        self.timing_group = tp.cpu_group if tp.size > 1 and self.device.type == "cuda" else None
+        self._generator = torch.Generator().manual_seed(_SEED)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Iterator[None]:
+        with torch.inference_mode():
+            yield
+
+    def dummy_forward(self, shape: Shape) -> None:
+        """One forward of random tokens whose routing visits the experts in turn.
+
+        Pipeline stages run theirs apart from each other, each after the first from random hidden states: tuning
+        needs shapes, and a stage that waits for another is one more way to hang.
+        """
+        runner, parallel = self._runner, self._runner.parallel
+        lengths = shape.sequence_lengths(parallel.attn_dp.rank)
+        is_decode = shape.phase is Phase.DECODE and shape.tokens_per_sequence == 1
+        mode = ForwardMode.DECODE if is_decode else ForwardMode.EXTEND
+        num_tokens = sum(lengths)
+        ids = torch.randint(0, runner.model_config.vocab_size, (num_tokens,), generator=self._generator)
+        batch = ForwardBatch.dummy(mode if lengths else ForwardMode.IDLE, lengths, ids.to(self.device))
+        batch.balanced_routing = True
+        if parallel.attn_dp.size > 1:
+            batch.global_num_tokens = list(shape.tokens_of_rank)
+        hidden = None
+        if not parallel.pp.is_first:
+            hidden = self._random(num_tokens, runner.model_config.hidden_size)
+        runner.forward_hidden(batch, hidden)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def op_probe(self, num_tokens: int) -> Callable[[], torch.Tensor]:
+        runner = self._runner
+        layer = next(module for module in runner.model.modules() if isinstance(module, FusedMoE))
+        top_k, num_experts = layer.shape.top_k, layer.shape.num_experts
+        hidden = self._random(num_tokens, layer.shape.hidden_size)
+        topk_ids = balanced_topk_ids(num_tokens, top_k, num_experts, self.device)
+        topk_weights = torch.full((num_tokens, top_k), 1 / top_k, dtype=torch.float32, device=self.device)
+        return lambda: runner.moe_runner.run(hidden, topk_ids, topk_weights, layer.w13, layer.w2)
+
+    def free_memory_bytes(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + cached
+
+    def step_memory_bytes(self, shape: Shape) -> int:
+        """Activations of one layer at this shape, with the copies that the MoE makes of each token for its experts."""
+        config, size = self._runner.model_config, self.probe_dtype.itemsize
+        local = max(shape.tokens_of_rank)
+        attention = local * config.head_dim * (config.num_attention_heads + 2 * config.num_key_value_heads)
+        expert_rows = shape.op_tokens * config.num_experts_per_tok
+        experts = expert_rows * (2 * config.hidden_size + 3 * config.moe_intermediate_size)
+        return 2 * size * (attention + experts + 4 * local * config.hidden_size)
+
+    def _random(self, num_tokens: int, width: int) -> torch.Tensor:
+        values = torch.randn((num_tokens, width), generator=self._generator)
+        return values.to(self.device, self.probe_dtype)
+
+
+def topology_of(runner: ModelRunner) -> Topology:
+    """Whom this rank must agree with: all ranks take the same branch, a TP group chooses alike."""
+    parallel = runner.parallel
+    world = parallel.world
+    return Topology(
+        rank=world.ranks[world.rank],
+        world_size=world.size,
+        tp_rank=parallel.tp.rank,
+        pp_rank=parallel.pp.rank,
+        dp_rank=parallel.attn_dp.rank,
+        ep_rank=parallel.ep.rank,
+        coupled=world.ranks,
+        alike=parallel.tp.ranks,
+    )
+
+
+def agreement_of(runner: ModelRunner, timeout_s: float) -> Agreement:
+    """Votes over the store of the rendezvous; alone with one rank."""
+    world = runner.parallel.world
+    if world.size == 1:
+        return Agreement.alone(timeout_s)
+    return Agreement(runner.parallel.store, world.ranks[world.rank], world.ranks, timeout_s)
