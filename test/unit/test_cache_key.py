@@ -14,7 +14,6 @@ from sglang.srt.autotune.records.cache_key import (
     CachePath,
     RankPlace,
     new_run_id,
-    resolve_root,
     safe_part,
 )
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS, cpu_model_name
@@ -125,14 +124,6 @@ def test_the_identity_is_described_once_for_people(tmp_path):
     assert (where.directory / "identity.json").read_text() == "mine"
     (tmp_path / "file").write_text("")
     CachePath(tmp_path / "file", IDENTITY, "sm90").describe()
-
-
-def test_the_root_comes_from_the_variable_or_the_home(monkeypatch, tmp_path):
-    assert resolve_root(str(tmp_path)) == tmp_path
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_root(None) == tmp_path / ".cache" / "sglang"
-    assert resolve_root("") == tmp_path / ".cache" / "sglang"
-    assert resolve_root("~/x") == tmp_path / "x"
 
 
 def test_run_ids_are_safe_parts():

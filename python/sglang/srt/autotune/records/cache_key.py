@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,6 @@ from typing import Any
 from sglang.srt.autotune.records.files import replace_file
 
 IDENTITY_SCHEMA = 1
-DEFAULT_ROOT = "~/.cache/sglang"
 
 
 @dataclass(frozen=True)
@@ -142,18 +140,6 @@ def new_run_id() -> str:
     """``<UTC time>-<pid>``; made once per start and shared by its ranks."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return f"{now:%Y%m%dT%H%M%SZ}-{os.getpid()}"
-
-
-def resolve_root(configured: str | None) -> Path:
-    """The cache root: ``configured`` (``SGLANG_CACHE_DIR``), or ``~/.cache/sglang``.
-
-    In a container whose user has no home, ``~`` means nothing: a directory of this user's own under the
-    temporary directory is used then, so that at least restarts in the same container are warm.
-    """
-    expanded = os.path.expanduser(configured or DEFAULT_ROOT)
-    if expanded.startswith("~"):
-        return Path(tempfile.gettempdir()) / f"sglang-cache-{os.getuid()}"
-    return Path(os.path.abspath(expanded))
 
 
 def safe_part(text: str, limit: int = 96) -> str:

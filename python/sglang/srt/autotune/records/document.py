@@ -16,6 +16,7 @@ costs that entry and is listed with its reason.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -81,6 +82,31 @@ def read_document(
 ) -> Document | RejectedFile | None:
     """Read a record file; None when there is none. Raises nothing for any content or kind of file."""
     name = os.fspath(path)
+    data = _read_bytes(name)
+    if not isinstance(data, bytes):
+        return data
+    return parse_document(data, name, check_generation=check_generation)
+
+
+def parse_document(data: bytes, name: str, *, check_generation: bool = False) -> Document | RejectedFile:
+    """Parse a file's bytes; ``name`` is used in reasons only."""
+    content = _parse_object(data, name)
+    return content if isinstance(content, RejectedFile) else _document_from(content, check_generation)
+
+
+def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read any JSON object with the same bounds; ``ValueError`` naming the file when that cannot be done."""
+    name = os.fspath(path)
+    data = _read_bytes(name)
+    if data is None:
+        raise ValueError(f"{name} does not exist")
+    content = data if isinstance(data, RejectedFile) else _parse_object(data, name)
+    if isinstance(content, RejectedFile):
+        raise ValueError(f"{name} {content.reason}")
+    return content
+
+
+def _read_bytes(name: str) -> bytes | RejectedFile | None:
     try:
         # O_NONBLOCK: opening a FIFO that someone left there must not hang a start.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -95,16 +121,14 @@ def read_document(
         if status.st_size > MAX_FILE_BYTES:
             return RejectedFile(name, f"is larger than {MAX_FILE_BYTES // 2**20} MiB", "too-large")
         with os.fdopen(descriptor, "rb", closefd=False) as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+            return stream.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         return RejectedFile(name, f"cannot be read: {_os_reason(error)}", "unreadable")
     finally:
         os.close(descriptor)
-    return parse_document(data, name, check_generation=check_generation)
 
 
-def parse_document(data: bytes, name: str, *, check_generation: bool = False) -> Document | RejectedFile:
-    """Parse a file's bytes; ``name`` is used in reasons only."""
+def _parse_object(data: bytes, name: str) -> dict[str, Any] | RejectedFile:
     if len(data) > MAX_FILE_BYTES:
         return RejectedFile(name, f"is larger than {MAX_FILE_BYTES // 2**20} MiB", "too-large")
     if not data.strip(b" \t\r\n\0"):
@@ -121,7 +145,7 @@ def parse_document(data: bytes, name: str, *, check_generation: bool = False) ->
         return RejectedFile(name, "is nested too deeply", "too-deep")
     if not isinstance(content, dict):
         return RejectedFile(name, f"holds a JSON {type(content).__name__}, not an object", "not-an-object")
-    return _document_from(content, check_generation)
+    return content
 
 
 def _document_from(content: dict[str, Any], check_generation: bool) -> Document:
@@ -156,7 +180,7 @@ def _document_from(content: dict[str, Any], check_generation: bool) -> Document:
     return Document(
         records=records,
         namespaces=namespaces,
-        steps=_parse_steps(notes.get("steps")),
+        steps=steps_from_json(notes.get("steps")),
         metadata=metadata,
         rejected=tuple(rejected),
         generation=generation if isinstance(generation, str) else None,
@@ -195,6 +219,15 @@ def _parse_record(key: str, value: Any, note: Any) -> Record:
         default_ms=_milliseconds(note.get("default_ms")),
         tuned_ms=_milliseconds(note.get("tuned_ms")),
     )
+
+
+def records_from_entries(entries: Mapping[str, Any], source: str = "user") -> dict[str, Record]:
+    """FlashInfer entries ``{key: [runner, tactic, policy?]}`` as records; what is no usable entry is left out."""
+    records: dict[str, Record] = {}
+    for key, value in entries.items():
+        with contextlib.suppress(ValueError):
+            records[key] = _parse_record(key, value, None).with_source(source)
+    return records
 
 
 def unreadable_reason(record: Record) -> str | None:
@@ -239,7 +272,8 @@ def _parse_namespaces(value: Any, rejected: list[RejectedRecord]) -> dict[str, d
     return namespaces
 
 
-def _parse_steps(value: Any) -> dict[str, StepEntry]:
+def steps_from_json(value: Any) -> dict[str, StepEntry]:
+    """The steps of a file or seed; entries that are none are left out."""
     steps: dict[str, StepEntry] = {}
     for name, entry in value.items() if isinstance(value, dict) else ():
         keys = entry.get("keys") if isinstance(entry, dict) else None
@@ -285,14 +319,18 @@ def _generation_holds(content: Mapping[str, Any]) -> bool:
         return False
 
 
-def _annotations(content: RecordSet) -> dict[str, Any]:
-    records = {key: note for key in sorted(content.records) if (note := _record_note(content.records[key]))}
-    steps = {
+def steps_to_json(steps: Mapping[str, StepEntry]) -> dict[str, Any]:
+    return {
         name: _without_none(
             keys=list(step.keys), default_ms=step.default_ms, tuned_ms=step.tuned_ms, tuned_at=step.tuned_at
         )
-        for name, step in sorted(content.steps.items())
+        for name, step in sorted(steps.items())
     }
+
+
+def _annotations(content: RecordSet) -> dict[str, Any]:
+    records = {key: note for key in sorted(content.records) if (note := _record_note(content.records[key]))}
+    steps = steps_to_json(content.steps)
     if not records and not steps:
         return {}
     return {"schema": ANNOTATIONS_SCHEMA, "records": records, "steps": steps}
