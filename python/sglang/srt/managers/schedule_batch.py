@@ -8,16 +8,19 @@ from dataclasses import dataclass, field
 import torch
 
 from sglang.srt.managers.io_struct import FinishReason, TokenizedRequest, TokenOutput
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, TokenAllocator
+from sglang.srt.mem_cache.memory_pool import PADDING_ROW, ReqToTokenPool, TokenAllocator
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+NO_ROW = PADDING_ROW
+"""The row that the pool never hands out."""
 
 
 @dataclass(eq=False)
 class Req:
     """One sequence: its tokens, how many of them are in the KV pool, and why it ended.
 
-    `row` is its row of `ReqToTokenPool`, None while it waits. The slots of its first `num_cached` tokens stand in
+    `row` is its row of `ReqToTokenPool`, `NO_ROW` while it waits. The slots of its first `num_cached` tokens stand in
     that row. `num_sent` output tokens have been handed to the main process.
     """
 
@@ -27,7 +30,7 @@ class Req:
     incremental: bool
     max_total_tokens: int
     output_ids: list[int] = field(default_factory=list)
-    row: int | None = None
+    row: int = NO_ROW
     num_cached: int = 0
     num_sent: int = 0
     finish_reason: FinishReason | None = None
@@ -124,11 +127,11 @@ class RequestMemory:
 
     def release(self, req: Req) -> None:
         """Take back all that `req` holds; its tokens must be computed again if it goes on."""
-        if req.row is None:
+        if req.row == NO_ROW:
             return
         self._allocator.free(self._rows.req_to_token[req.row, : req.num_cached])
         self._rows.free([req.row])
-        req.row, req.num_cached = None, 0
+        req.row, req.num_cached = NO_ROW, 0
 
     def _decode_batch(
         self, reqs: Sequence[Req], slots: torch.Tensor, device: torch.device | str
@@ -151,7 +154,7 @@ class RequestMemory:
         prefix_lens = [req.num_cached for req in batch.reqs]
         input_ids: list[int] = []
         for req, num_new in zip(batch.reqs, batch.num_new_tokens, strict=True):
-            if req.row is None:
+            if req.row == NO_ROW:
                 rows = self._rows.alloc(1)
                 assert rows is not None, "the policy picked more requests than there are rows"
                 req.row = rows[0]

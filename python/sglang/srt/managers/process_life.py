@@ -1,0 +1,74 @@
+"""How a worker process lives and dies with its server: never longer, and never hanging."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have this process killed when the process `parent_pid`, which started it, ends in whatever way."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent_pid:  # It ended before the line above.
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def begin_worker_life(parent_pid: int) -> None:
+    """What a worker does first, before it imports anything large.
+
+    It becomes one process group with all that it will start (compilers, say), which can be killed as one. A Ctrl-C in
+    the terminal is the server's to answer; SIGTERM ends a worker at once, wherever it is.
+    """
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # A session leader leads a group of its own already.
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+
+
+class Watchdog:
+    """Ends the process when one guarded block takes longer than `timeout_s`, with all stacks on stderr."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._started_s: float | None = None
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        self._started_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._started_s = None
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(min(1.0, self._timeout_s / 10))
+            started_s = self._started_s
+            if started_s is not None and time.monotonic() - started_s > self._timeout_s:
+                logger.error("a forward runs for more than %g s (--watchdog-timeout)", self._timeout_s)
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                os._exit(1)

@@ -1,0 +1,44 @@
+"""Text to token ids and back, with the tokenizer that comes with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.server_args import ServerArgs
+
+
+class TextTokenizer:
+    """A Hugging Face tokenizer, reduced to what serving needs."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        # The Rust tokenizer decodes several times faster than its Python wrapper, and never cleans up spaces.
+        self._fast = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+
+    @classmethod
+    def load(cls, server_args: ServerArgs) -> TextTokenizer:
+        """Raises `ValueError` that names the flag when the files are missing or cannot be read."""
+        from transformers import AutoTokenizer  # a second or two; the HTTP server is up before
+
+        flag = "--tokenizer-path" if server_args.tokenizer_path else "--model-path"
+        path = resolve_model_path(server_args.tokenizer)
+        try:
+            return cls(AutoTokenizer.from_pretrained(path, trust_remote_code=server_args.trust_remote_code))
+        except (OSError, ValueError, KeyError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(
+                f"{flag} {server_args.tokenizer}: its tokenizer cannot be loaded: {reason}"
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds to every text."""
+        return self._tokenizer(text)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if self._fast is not None:
+            return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )

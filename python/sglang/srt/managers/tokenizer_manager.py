@@ -1,0 +1,202 @@
+"""The engine as the HTTP process sees it: prompts go in, pieces of text come out.
+
+Runs on one asyncio loop, and nothing here blocks it. Limits are checked here, so that a request which can never
+be served is refused before it reaches a worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.generation import EngineError, Generation, Piece, SequenceState
+from sglang.srt.managers.io_struct import (
+    AbortRequest,
+    BatchTokenOutput,
+    GetInternalState,
+    InternalState,
+    MainMessage,
+    Shutdown,
+    TokenizedRequest,
+    TokenOutput,
+    WorkerMessage,
+)
+from sglang.srt.managers.ipc import Endpoints, without_limits
+from sglang.srt.managers.tokenizer import TextTokenizer
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[int]
+
+
+class TokenizerManager:
+    """Sends requests to the first worker and routes what comes back to the generations that wait for it.
+
+    `on_startup_message` gets the workers' messages about their start and end; they are not handled here.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        endpoints: Endpoints,
+        on_startup_message: Callable[[WorkerMessage], None],
+    ) -> None:
+        self._vocab_size = model_config.vocab_size
+        self._max_total_tokens = model_config.context_length
+        self._on_startup_message = on_startup_message
+        self._tokenizer: TextTokenizer | None = None
+        self._context = zmq.asyncio.Context()
+        self._pull: zmq.asyncio.Socket = without_limits(self._context.socket(zmq.PULL))
+        self._pull.bind(endpoints.to_main)
+        self._push: zmq.Socket = without_limits(zmq.Context(self._context).socket(zmq.PUSH))
+        self._push.bind(endpoints.to_worker)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._routes: dict[str, tuple[Generation, SequenceState]] = {}
+        self._states: dict[int, asyncio.Future[InternalState]] = {}
+        self._numbers = itertools.count()
+        self._seeds = random.Random(server_args.random_seed)
+
+    def set_tokenizer(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def limit_total_tokens(self, max_total_num_tokens: int) -> None:
+        """Take the size of the KV pool into account, once the workers know it."""
+        self._max_total_tokens = min(self._max_total_tokens, max_total_num_tokens)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that clients wait for."""
+        return len(self._routes)
+
+    async def run(self) -> None:
+        """Route messages for ever."""
+        decoder = msgspec.msgpack.Decoder(WorkerMessage)
+        while True:
+            message = decoder.decode(await self._pull.recv())
+            match message:
+                case BatchTokenOutput(outputs=outputs):
+                    for output in outputs:
+                        self._route(output)
+                case InternalState(ticket=ticket):
+                    if (future := self._states.pop(ticket, None)) and not future.done():
+                        future.set_result(message)
+                case _:
+                    self._on_startup_message(message)
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int = 1, incremental: bool = False
+    ) -> Generation:
+        """Start `n` sequences for each prompt; sequence `p * n + i` is the i-th of prompt p.
+
+        Without `incremental` each sequence gives one piece, when it ends. A seed is counted up over the `n` sequences
+        of a prompt. Raises `ValueError` for parameters out of range and prompts that can never be served.
+        """
+        sampling.check()
+        token_ids = [self._token_ids(prompt) for prompt in prompts]
+        rids = [f"{next(self._numbers):x}" for _ in range(len(token_ids) * n)]
+        generation = Generation([len(ids) for ids in token_ids], len(rids), lambda: self._abort(rids))
+        # Stop strings end a sequence here, so its text must be known as it grows.
+        sends_each_token = incremental or bool(sampling.stop)
+        for index, rid in enumerate(rids):
+            ids, copy = token_ids[index // n], index % n
+            if sampling.max_new_tokens == 0:
+                generation.put(Piece(index, "", 0, "length"))
+                continue
+            assert self._tokenizer is not None
+            state = SequenceState(index, sampling, self._tokenizer, incremental)
+            self._routes[rid] = generation, state
+            self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token))
+        return generation
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids)
+
+    async def internal_state(self, timeout_s: float) -> InternalState | None:
+        """The scheduler's counts now, or None when it does not answer within `timeout_s`."""
+        ticket = next(self._numbers)
+        self._states[ticket] = future = asyncio.get_running_loop().create_future()
+        self._send(GetInternalState(ticket))
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            self._states.pop(ticket, None)
+
+    def fail_all(self, message: str) -> None:
+        """End every generation with an `EngineError`."""
+        for generation in {id(generation): generation for generation, _ in self._routes.values()}.values():
+            generation.put(EngineError(message))
+        self._routes.clear()
+
+    def shut_down_workers(self) -> None:
+        self._send(Shutdown())
+
+    def close(self) -> None:
+        self._pull.close()
+        self._push.close()
+        self._context.term()
+
+    def _route(self, output: TokenOutput) -> None:
+        route = self._routes.get(output.rid)
+        if route is None:
+            return  # Aborted, while these tokens were on their way.
+        generation, state = route
+        if output.finish_reason == "abort":
+            del self._routes[output.rid]
+            generation.put(EngineError(output.message or "the request was aborted"))
+            return
+        piece = state.take(output)
+        if piece is None:
+            return
+        if piece.finish_reason is not None:
+            del self._routes[output.rid]
+            if output.finish_reason is None:
+                self._send(AbortRequest(output.rid))
+        generation.put(piece)
+
+    def _abort(self, rids: Sequence[str]) -> None:
+        for rid in rids:
+            if self._routes.pop(rid, None) is not None:
+                self._send(AbortRequest(rid))
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            assert self._tokenizer is not None
+            prompt = self._tokenizer.encode(prompt)
+        elif prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
+            raise ValueError(
+                f"prompt has token ids outside the vocabulary, which are 0 to {self._vocab_size - 1}"
+            )
+        if not prompt:
+            raise ValueError("prompt must have at least one token")
+        if len(prompt) >= self._max_total_tokens:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, which leaves no room for output: at most "
+                f"{self._max_total_tokens} tokens fit, prompt and output together"
+            )
+        return prompt
+
+    def _seeded(self, sampling: SamplingParams, copy: int) -> SamplingParams:
+        """The parameters with a seed of their own: the workers draw nothing themselves, so that all ranks agree."""
+        if sampling.seed is None:
+            seed = self._seeds.randrange(MAX_SEED)
+        else:
+            seed = (sampling.seed + copy) & MAX_SEED
+        return msgspec.structs.replace(sampling, seed=seed)
+
+    def _send(self, message: MainMessage) -> None:
+        # The worker connected before it reported ready, and there is no high-water mark: this never waits.
+        self._push.send(self._encoder.encode(message), zmq.NOBLOCK)

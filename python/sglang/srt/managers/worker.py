@@ -1,0 +1,112 @@
+"""One rank of the server: a process that builds a model runner and schedules requests on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import parallel_state
+from sglang.srt.limits import derive_limits
+from sglang.srt.managers.executor import ModelExecutor
+from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress
+from sglang.srt.managers.ipc import Endpoints, WorkerChannel
+from sglang.srt.managers.process_life import Watchdog
+from sglang.srt.managers.schedule_batch import RequestMemory
+from sglang.srt.managers.schedule_policy import PrefillLimits
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import resolved_device
+from sglang.srt.utils.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker stands: its global rank, its GPU on this machine, and where the ranks meet."""
+
+    rank: int
+    gpu_id: int
+    init_method: str
+
+
+def run_worker(server_args: ServerArgs, place: WorkerPlace, endpoints: Endpoints) -> None:
+    """The life of a worker process up to its exit code: 0 after a `Shutdown`, else 1."""
+    setup_logging(server_args.log_level, rank_label(server_args, place.rank))
+    channel = WorkerChannel(endpoints, receives=place.rank == 0)
+    try:
+        _serve(server_args, place, channel)
+        exit_code = 0
+    except Exception:
+        text = traceback.format_exc()
+        logger.error("worker of rank %d failed:\n%s", place.rank, text)
+        channel.send(Fatal(place.rank, text))
+        exit_code = 1
+    channel.close()
+    sys.stderr.flush()
+    # Threads of libraries (NCCL, compilers) must not keep a finished worker alive.
+    os._exit(exit_code)
+
+
+def rank_label(server_args: ServerArgs, rank: int) -> str:
+    """`TP1`, or `PP0 TP1` with pipeline stages: the log's name for a rank."""
+    stage, tp_rank = divmod(rank, server_args.tp_size)
+    return f"PP{stage} TP{tp_rank}" if server_args.pp_size > 1 else f"TP{tp_rank}"
+
+
+def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) -> None:
+    def progress(stage: str, detail: dict[str, Any] | None = None) -> None:
+        channel.send(StartupProgress(place.rank, stage, detail or {}))
+
+    progress("process groups")
+    device_name = resolved_device(server_args.device)
+    device = torch.device(device_name, place.gpu_id) if device_name == "cuda" else torch.device("cpu")
+    model_config = read_model_config(server_args, device_name)
+    parallel = parallel_state.initialize(server_args, place.rank, place.init_method, device)
+    runner = ModelRunner(server_args, model_config, parallel, place.gpu_id)
+    limits = derive_limits(server_args, model_config, device_name)
+    scheduler = Scheduler(
+        executor=ModelExecutor(runner, Watchdog(server_args.watchdog_timeout)),
+        memory=RequestMemory(runner.req_to_token_pool, runner.allocator),
+        limits=PrefillLimits(
+            max_tokens=limits.prefill_ceiling,
+            max_running_requests=runner.max_running_requests,
+            chunked=server_args.chunked_prefill_size_on(device_name) is not None,
+        ),
+        context_len=model_config.context_length,
+        eos_token_ids=model_config.eos_token_ids,
+        receive=channel.receive,
+        send=channel.send,
+        stream_interval=server_args.stream_interval,
+    )
+    parallel.world.barrier(server_args.dist_timeout)
+    channel.send(Ready(place.rank, _server_info(runner, device_name)))
+    scheduler.run()
+
+
+def read_model_config(server_args: ServerArgs, device: str) -> ModelConfig:
+    """The served model's configuration on `device` ("cuda" or "cpu")."""
+    return ModelConfig.from_path(
+        server_args.model_path,
+        overrides=server_args.model_overrides,
+        dtype=server_args.dtype_on(device),
+        context_length=server_args.context_length,
+        quantization=server_args.quantization,
+    )
+
+
+def _server_info(runner: ModelRunner, device_name: str) -> dict[str, Any]:
+    return {
+        "device": device_name,
+        "max_total_num_tokens": runner.max_total_num_tokens,
+        "max_running_requests": runner.max_running_requests,
+        "autotune": getattr(runner, "autotune_report", {}),
+    }
