@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,9 @@ from sglang.srt.autotune.verify import Coverage, compare, coverage_of
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+LEFT_OUT = "left out"
 SAME_FLAGS = "start every rank with the same flags"
 
 
@@ -102,13 +105,14 @@ class _Stage:
         journal = Journal(cache.journal_path)
 
         with self.host.forward_context():
+            steps = self._with_headroom(self._without_left_out(plan.steps, journal))
             with self._timed("coverage"):
-                covered = self._agree_on_coverage(plan, cache)
-            todo = self._without_left_out([step for step in plan.steps if step not in covered], journal)
+                covered = self._agree_on_coverage(steps, cache, journal)
+            todo = [step for step in steps if step not in covered and not self._is_left_out(step)]
             with self._timed("steps"):
                 tuned = self._tune(todo, cache, journal)
             with self._timed("verification"):
-                self._verify(plan, covered, tuned, cache)
+                self._verify(covered, tuned, cache, journal)
         self._agree_on_winners(cache)
         cache.finish(plan, self.step_reports)
         self.report.status = "completed"
@@ -175,32 +179,9 @@ class _Stage:
             ", ".join(op for op in self.host.op_names if op not in self.settings.skip_ops),
         )
 
-    # records and coverage --------------------------------------------------------------------------------
+    # which steps can run ---------------------------------------------------------------------------------
 
-    def _agree_on_coverage(self, plan: Plan, cache: CachePhase) -> dict[Step, Coverage]:
-        """Steps whose forward finds only records, on every coupled rank; records of the others are dropped.
-
-        A rank must not keep records of a step that another rank will tune: its lookups would hit where the
-        others profile, and their reductions would wait for it.
-        """
-        self.agreement.announce("checking which steps the records cover")
-        have_records = self.agreement.gather("whether records were loaded", bool(cache.merged_count))
-        if not any(have_records.values()):
-            return {}
-        found = {step: coverage_of(self.host, step, self.settings.skip_ops) for step in plan.steps}
-        mine = [found[step].complete for step in plan.steps]
-        answers = self.agreement.gather("coverage of the steps", mine)
-        covered, uncovered_buckets = {}, set()
-        for index, step in enumerate(plan.steps):
-            if all(answer[index] for answer in answers.values()):
-                covered[step] = found[step]
-            else:
-                uncovered_buckets.add(step.bucket)
-        if not self.agreement.is_alone and uncovered_buckets:
-            cache.reload_without(uncovered_buckets)
-        return covered
-
-    def _without_left_out(self, steps: list[Step], journal: Journal) -> list[Step]:
+    def _without_left_out(self, steps: Sequence[Step], journal: Journal) -> list[Step]:
         """Leave out the steps that broke earlier starts of any rank."""
         mine = {left.step: left.reason for left in journal.left_out()}
         answers = self.agreement.gather("steps that broke earlier starts", mine)
@@ -210,12 +191,83 @@ class _Stage:
                 self._leave_out(step, f"{reasons[step.name]}; delete {journal.path} to try it again")
         return [step for step in steps if step.name not in reasons]
 
+    def _with_headroom(self, steps: Sequence[Step]) -> list[Step]:
+        """All coupled ranks have the memory for a step, or none runs it."""
+        free = self.host.free_memory_bytes()
+        needed = [self.host.step_memory_bytes(step.shape) for step in steps]
+        answers = self.agreement.gather(f"headroom for {' '.join(s.name for s in steps)}", [free, needed])
+        able = []
+        for index, step in enumerate(steps):
+            for rank, (rank_free, rank_needed) in answers.items():
+                if rank_free is not None and rank_free < rank_needed[index]:
+                    who = "" if self.agreement.is_alone else f"rank {rank} has "
+                    self._leave_out(
+                        step,
+                        f"{who}{rank_free / 2**30:.2f} GiB free of the {rank_needed[index] / 2**30:.2f} GiB "
+                        "it needs; lower --mem-fraction-static",
+                    )
+                    break
+            else:
+                able.append(step)
+        return able
+
     def _leave_out(self, step: Step, reason: str) -> None:
-        self.step_reports[step].source = "left out"
+        self.step_reports[step].source = LEFT_OUT
         self.step_reports[step].note = reason
         self.report.left_out.append({"step": step.name, "reason": reason})
         if self.is_first:
             logger.warning("FlashInfer autotune leaves out step %s: %s", step.name, reason)
+
+    def _is_left_out(self, step: Step) -> bool:
+        return self.step_reports[step].source == LEFT_OUT
+
+    def _attempt(self, step: Step, journal: Journal, forward: Callable[[], T]) -> T | None:
+        """Run a step's forward; None when it ran out of memory and nobody else takes part in it.
+
+        Any other failure ends the start on every coupled rank: their forwards may be waiting for this one.
+        """
+        try:
+            return forward()
+        except Exception as error:
+            message = f"{type(error).__name__}: {str(error)[:300]}"
+            journal.failed(step.name, message)
+            if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+                self._leave_out(step, f"out of memory: {message}")
+                return None
+            raise StepFailed(
+                f"rank {self.host.topology.rank} failed in autotune step {step.name} ({message}); "
+                "the next start leaves this step out"
+            ) from error
+
+    # coverage --------------------------------------------------------------------------------------------
+
+    def _agree_on_coverage(
+        self, steps: Sequence[Step], cache: CachePhase, journal: Journal
+    ) -> dict[Step, Coverage]:
+        """Steps whose forward finds only records, on every coupled rank; records of the others are dropped.
+
+        A rank must not keep records of a step that another rank will tune: its lookups would hit where the
+        others profile, and their reductions would wait for it.
+        """
+        self.agreement.announce("checking which steps the records cover")
+        have_records = self.agreement.gather("whether records were loaded", cache.merged_count > 0)
+        if not any(have_records.values()):
+            return {}
+        found = {step: self._coverage(step, journal) for step in steps}
+        mine = [coverage is not None and coverage.complete for coverage in found.values()]
+        answers = self.agreement.gather("coverage of the steps", mine)
+        covered, uncovered_buckets = {}, set()
+        for index, (step, coverage) in enumerate(found.items()):
+            if coverage is not None and all(answer[index] for answer in answers.values()):
+                covered[step] = coverage
+            else:
+                uncovered_buckets.add(step.bucket)
+        if not self.agreement.is_alone and uncovered_buckets:
+            cache.reload_without(uncovered_buckets)
+        return covered
+
+    def _coverage(self, step: Step, journal: Journal) -> Coverage | None:
+        return self._attempt(step, journal, lambda: coverage_of(self.host, step, self.settings.skip_ops))
 
     # steps -----------------------------------------------------------------------------------------------
 
@@ -233,42 +285,17 @@ class _Stage:
             for step in steps:
                 progress.begin(step.name)
                 self.agreement.announce(f"step {step.name}")
-                if self._has_headroom(step) and self._tune_one(step, session, cache, journal):
+                if self._with_headroom([step]) and self._tune_one(step, session, cache, journal):
                     tuned.append(step)
                 progress.end()
         return tuned
 
-    def _has_headroom(self, step: Step) -> bool:
-        """All coupled ranks have the memory for this step, or none runs it."""
-        free, needed = self.host.free_memory_bytes(), self.host.step_memory_bytes(step.shape)
-        enough = free is None or free >= needed
-        answers = self.agreement.gather(f"headroom for step {step.name}", [enough, free, needed])
-        for rank, (ok, rank_free, rank_needed) in answers.items():
-            if not ok:
-                who = "" if self.agreement.is_alone else f"rank {rank} has "
-                self._leave_out(
-                    step,
-                    f"{who}{rank_free / 2**30:.2f} GiB free of the {rank_needed / 2**30:.2f} GiB it needs; "
-                    "lower --mem-fraction-static",
-                )
-                return False
-        return True
-
     def _tune_one(self, step: Step, session: Session, cache: CachePhase, journal: Journal) -> bool:
         step_report, began = self.step_reports[step], time.monotonic()
         journal.begin(step.name)
-        try:
-            lookups = session.tune(step)
-        except Exception as error:
-            message = f"{type(error).__name__}: {str(error)[:300]}"
-            journal.failed(step.name, message)
-            if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
-                self._leave_out(step, f"out of memory: {message}")
-                return False
-            raise StepFailed(
-                f"rank {self.host.topology.rank} failed in autotune step {step.name} ({message}); "
-                "the next start leaves this step out"
-            ) from error
+        lookups = self._attempt(step, journal, lambda: session.tune(step))
+        if lookups is None:
+            return False
         step_report.profiles_tuned = cache.commit(step)
         step_report.seconds = time.monotonic() - began
         step_report.source = "tuned"
@@ -282,19 +309,22 @@ class _Stage:
     # verification ----------------------------------------------------------------------------------------
 
     def _verify(
-        self, plan: Plan, covered: dict[Step, Coverage], tuned: list[Step], cache: CachePhase
+        self, covered: dict[Step, Coverage], tuned: list[Step], cache: CachePhase, journal: Journal
     ) -> None:
         """Every step finds only records with tuning off; what was tuned is compared with the default."""
         self.agreement.announce("verifying")
         asked_and_skipped: set[str] = set()
         timer = OpTimer(self.host.device)
-        for step in plan.steps:
-            step_report = self.step_reports[step]
+        for step, step_report in self.step_reports.items():
+            if self._is_left_out(step):
+                continue
             coverage = covered.get(step)
             if coverage is not None:
                 cache.describe_covered(step, step_report)
             else:
-                coverage = coverage_of(self.host, step, self.settings.skip_ops)
+                coverage = self._coverage(step, journal)
+            if coverage is None:
+                continue
             asked_and_skipped |= coverage.skipped_ops
             for fallback in coverage.fallbacks:
                 self.report.fallback_details.append(
