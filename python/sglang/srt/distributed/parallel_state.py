@@ -1,12 +1,13 @@
 """The process groups of one rank, as a value that is passed to whoever needs it.
 
-A rank lives on a grid of `pp_size` stages times `tp_size` ranks (global rank = stage * tp_size + tp rank). The tensor
-ranks of one stage are cut in two independent ways:
+A rank lives on a grid of `pp_size` stages times `tp_size` ranks (global rank = stage * tp_size + tp rank).
+The tensor ranks of one stage are cut in two independent ways:
 
-- for attention, into `attn_dp_size` neighbours of `attn_tp_size` contiguous ranks. Ranks of one `attn_tp` group hold the
-  same tokens and split the heads; ranks of one `attn_dp` group hold different tokens and the same heads;
-- for the experts, into `ep_size` neighbours of `moe_tp_size` contiguous ranks. Ranks of one `moe_tp` group split every
-  expert; ranks of one `ep` group hold different experts.
+- for attention, into `attn_dp_size` neighbours of `attn_tp_size` contiguous ranks. Ranks of one `attn_tp`
+  group hold the same tokens and split the heads; ranks of one `attn_dp` group hold different tokens and the
+  same heads;
+- for the experts, into `ep_size` neighbours of `moe_tp_size` contiguous ranks. Ranks of one `moe_tp` group
+  split every expert; ranks of one `ep` group hold different experts.
 
 There is no module-level state: a process that serves two engines holds two `ParallelState` values.
 """
@@ -30,8 +31,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Group:
     """Ranks that communicate. `rank` is this process's index in `ranks`, which are global ranks.
 
-    Tensors on an accelerator travel through `device_group` (NCCL), tensors on the CPU and Python objects through
-    `cpu_group` (gloo). A group of one touches neither: its collectives return their input.
+    Tensors on an accelerator travel through `device_group` (NCCL), tensors on the CPU and Python objects
+    through `cpu_group` (gloo). A group of one touches neither: its collectives return their input.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Group:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place; returns it. It must be contiguous."""
-        if self.size > 1:
+        if self.size > 1 and tensor.numel():  # an idle batch has no rows, on all ranks that would sum them
             dist.all_reduce(tensor, group=self._group_for(tensor))
         return tensor
 
@@ -74,7 +75,9 @@ class Group:
         """Sum `tensor` `[size * n, ...]` over the ranks and return this rank's rows `[n, ...]`."""
         if self.size == 1:
             return tensor
-        assert tensor.shape[0] % self.size == 0, f"{tensor.shape[0]} rows do not divide over {self.size} ranks"
+        assert tensor.shape[0] % self.size == 0, (
+            f"{tensor.shape[0]} rows do not divide over {self.size} ranks"
+        )
         scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
         _reduce_scatter_single(scattered, tensor.contiguous(), group=self._group_for(tensor))
         return scattered
@@ -105,7 +108,7 @@ class Group:
         return gathered
 
     def barrier(self, timeout_s: float) -> None:
-        """Wait for all ranks; raises `RuntimeError` that names the ranks which did not come within `timeout_s`."""
+        """Wait for all ranks; raises `RuntimeError` that names those which did not come in `timeout_s`."""
         if self.size > 1:
             bound = datetime.timedelta(seconds=timeout_s)
             dist.monitored_barrier(self.cpu_group, timeout=bound, wait_all_ranks=True)
@@ -113,7 +116,10 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """All groups that one rank belongs to; see the module's docstring for what each of them shares."""
+    """All groups that one rank belongs to; see the module's docstring for what each of them shares.
+
+    `store` is the key-value store of the rendezvous, over which ranks talk without a collective; None alone.
+    """
 
     world: Group
     tp: Group
@@ -122,12 +128,14 @@ class ParallelState:
     attn_dp: Group
     ep: Group
     moe_tp: Group
+    store: dist.Store | None = None
 
     @classmethod
     def single(cls) -> ParallelState:
         """The state of a process that is alone."""
         names = ("world", "tp", "pp", "attn_tp", "attn_dp", "ep", "moe_tp")
-        return cls(**{name: Group(name) for name in names})
+        groups = {name: Group(name) for name in names}
+        return cls(store=None, **groups)
 
 
 class ParallelArgs(Protocol):
@@ -137,10 +145,7 @@ class ParallelArgs(Protocol):
     pp_size: int
     ep_size: int
     attn_dp_size: int
-    dist_timeout: int | None
-
-
-DEFAULT_DIST_TIMEOUT_S = 1800
+    dist_timeout: float
 
 
 def partitions(args: ParallelArgs) -> dict[str, list[tuple[int, ...]]]:
@@ -170,26 +175,28 @@ def partitions(args: ParallelArgs) -> dict[str, list[tuple[int, ...]]]:
 def initialize(args: ParallelArgs, rank: int, init_method: str, device: torch.device) -> ParallelState:
     """Join the default process group and create this rank's groups; collective over all ranks.
 
-    `init_method` is a torch.distributed rendezvous (`tcp://host:port`, or `env://` under torchrun). With a world of one
-    rank nothing is opened. Every wait is bounded by `dist_timeout` seconds.
+    `init_method` is a torch.distributed rendezvous (`tcp://host:port`, or `env://` under torchrun). With a
+    world of one rank nothing is opened. Every wait is bounded by `dist_timeout` seconds.
     """
     world_size = args.tp_size * args.pp_size
     if world_size == 1:
         return ParallelState.single()
-    timeout = datetime.timedelta(seconds=args.dist_timeout or DEFAULT_DIST_TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=args.dist_timeout)
     on_cuda = device.type == "cuda"
+    store, _, _ = next(dist.rendezvous(init_method, rank, world_size, timeout=timeout))
     dist.init_process_group(
         "nccl" if on_cuda else "gloo",
-        init_method=init_method,
+        store=dist.PrefixStore("groups", store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
         device_id=device if on_cuda else None,
     )
     groups = {
-        name: _create_group(name, all_ranks, rank, timeout, on_cuda) for name, all_ranks in partitions(args).items()
+        name: _create_group(name, all_ranks, rank, timeout, on_cuda)
+        for name, all_ranks in partitions(args).items()
     }
-    return ParallelState(**groups)
+    return ParallelState(store=store, **groups)
 
 
 def _create_group(

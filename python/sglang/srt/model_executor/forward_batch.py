@@ -28,8 +28,9 @@ class ForwardMode(enum.Enum):
 class ForwardBatch:
     """T tokens of B sequences. The tokens of a sequence are neighbours, in the order of the sequences.
 
-    Tensors live on the model's device; the `_cpu` lists repeat them so that nobody waits for the device to read a length.
-    `seq_lens` counts the tokens of a sequence after this forward. In DECODE T equals B and the `extend_*` fields are None.
+    Tensors live on the model's device; the `_cpu` lists repeat them so that nobody waits for the device to
+    read a length. `seq_lens` counts the tokens of a sequence after this forward. In DECODE T equals B and
+    the `extend_*` fields are None.
     """
 
     mode: ForwardMode
@@ -45,6 +46,7 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None = None
     global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
     attn_backend: AttentionBackend | None = None  # set by the model runner
+    balanced_routing: bool = False  # experts in turn, whatever the router says, so that tuning finds all busy
 
     @property
     def num_tokens(self) -> int:
@@ -85,7 +87,7 @@ class ForwardBatch:
         out_cache_loc: torch.Tensor,
         device: torch.device | str,
     ) -> ForwardBatch:
-        """`extend_seq_lens[b]` new tokens of sequence b, whose first `extend_prefix_lens[b]` tokens are cached."""
+        """`extend_seq_lens[b]` new tokens of sequence b, after `extend_prefix_lens[b]` cached ones."""
         seq_lens = [new + prefix for new, prefix in zip(extend_seq_lens, extend_prefix_lens, strict=True)]
         positions = [
             torch.arange(prefix, end) for prefix, end in zip(extend_prefix_lens, seq_lens, strict=True)
@@ -112,21 +114,22 @@ class ForwardBatch:
 
     @classmethod
     def dummy(
-        cls, mode: ForwardMode, num_tokens: int, num_seqs: int, input_ids: torch.Tensor
+        cls, mode: ForwardMode, sequence_lengths: Sequence[int], input_ids: torch.Tensor
     ) -> ForwardBatch:
-        """A batch of `num_tokens` tokens over `num_seqs` sequences that belongs to nobody.
+        """A batch that belongs to nobody: `sequence_lengths[b]` new tokens for each sequence, none cached.
 
-        It reads and writes the padding row and slot only, so it may run at any time before or between real batches. An
-        EXTEND batch spreads its tokens as evenly as it can; a DECODE batch has one token for each sequence.
+        It reads and writes the padding row and slot only, so it may run at any time before or between real
+        batches. `input_ids` `[sum of lengths]` int64 stands on the model's device. A DECODE sequence has one
+        token; a sequence must fit the context length.
         """
         device = input_ids.device
+        num_seqs, num_tokens = len(sequence_lengths), sum(sequence_lengths)
+        assert input_ids.shape == (num_tokens,), f"{tuple(input_ids.shape)} ids for {num_tokens} tokens"
+        if mode is ForwardMode.IDLE or num_tokens == 0:
+            return cls.idle(device)
         rows = [PADDING_ROW] * num_seqs
         slots = torch.full((num_tokens,), PADDING_SLOT, dtype=torch.int64)
-        if mode is ForwardMode.IDLE:
-            return cls.idle(device)
         if mode is ForwardMode.DECODE:
             assert num_tokens == num_seqs, "a decode batch has one token for each sequence"
             return cls.decode(input_ids, [1] * num_seqs, rows, slots, device)
-        assert 1 <= num_seqs <= num_tokens, "an extend batch has at least one token for each sequence"
-        lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
-        return cls.extend(input_ids, lens, [0] * num_seqs, rows, slots, device)
+        return cls.extend(input_ids, sequence_lengths, [0] * num_seqs, rows, slots, device)

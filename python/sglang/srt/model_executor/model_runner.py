@@ -1,0 +1,154 @@
+"""The model of one rank with everything it needs to run a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from sglang.srt.autotune.stage import run_stage
+from sglang.srt.autotune_config import settings_of
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import ParallelState
+from sglang.srt.layers.attention.registry import create_attention_backend
+from sglang.srt.layers.fused_moe import moe_shape
+from sglang.srt.layers.linear import local_kv_heads
+from sglang.srt.layers.logits_processor import LogitsProcessor, last_token_rows
+from sglang.srt.layers.moe.registry import create_moe_runner
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.limits import derive_limits
+from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenAllocator
+from sglang.srt.model_executor.autotune_host import ModelRunnerHost, agreement_of
+from sglang.srt.model_executor.forward_batch import ForwardBatch
+from sglang.srt.model_executor.kv_sizing import free_bytes_for_kv, max_total_num_tokens
+from sglang.srt.model_loader.loader import load_model
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.device import resolved_device
+
+logger = logging.getLogger(__name__)
+
+_KV_DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+class ModelRunner:
+    """Loads the model, sizes its memory, and turns a `ForwardBatch` into logits.
+
+    The constructor is the start of a rank, in its order; it raises `ValueError` for what the user can put
+    right. With more than one rank, all ranks construct it together. `progress(stage, detail)` hears how the
+    start goes.
+    """
+
+    def __init__(
+        self,
+        server_args: ServerArgs,
+        model_config: ModelConfig,
+        parallel: ParallelState,
+        gpu_id: int = 0,
+        *,
+        progress: Callable[[str, dict], None] | None = None,
+    ) -> None:
+        args, config = server_args, model_config
+        device_type = resolved_device(args.device)
+        self.server_args, self.model_config, self.parallel = args, config, parallel
+        self.device = torch.device("cuda", gpu_id) if device_type == "cuda" else torch.device("cpu")
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.limits = derive_limits(args, config, device_type)
+
+        # ---- weights
+        self.moe_runner = create_moe_runner(
+            args.moe_runner_backend_on(device_type),
+            moe_shape(config, parallel, self.dtype, self.limits.max_op_tokens),
+            deterministic=args.enable_deterministic_inference,
+        )
+        self.model = load_model(
+            config,
+            parallel,
+            self.moe_runner,
+            self.dtype,
+            self.device,
+            load_format=args.load_format,
+            seed=args.random_seed,
+        )
+        self.logits_processor = (
+            LogitsProcessor(self.model.lm_head) if self.model.lm_head is not None else None
+        )
+        self.sampler = Sampler()
+
+        # ---- reserve, then KV pool
+        self.reserved_bytes = 0  # MegaMoE workspaces and what tuning needs are counted here
+        self.kv_pool = self._create_kv_pool()
+        self.max_total_num_tokens = self.kv_pool.num_tokens
+        self.allocator = TokenAllocator(self.max_total_num_tokens)
+        self.max_running_requests = self.limits.max_running_requests
+        self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, config.context_length, self.device)
+
+        # ---- attention backend
+        self.attn_backend = create_attention_backend(
+            args.attention_backend_on(device_type), self.req_to_token_pool, self.kv_pool
+        )
+
+        # ---- autotune stage
+        settings = settings_of(args)
+        self.autotune_report = run_stage(
+            ModelRunnerHost(self),
+            settings,
+            agreement_of(self, settings.timeout_s),
+            None if progress is None else lambda detail: progress("autotune", detail),
+        )
+
+        # ---- decode graphs
+
+    def _create_kv_pool(self) -> KVPool:
+        args, config = self.server_args, self.model_config
+        num_layers = self.model.end_layer - self.model.first_layer
+        num_kv_heads = local_kv_heads(config.num_key_value_heads, self.parallel.attn_tp.size)
+        dtype = _KV_DTYPES.get(args.kv_cache_dtype, self.dtype)
+        # Stages may differ by a layer; the pool is the same on all, so the largest stage decides.
+        cell = max(
+            self.parallel.world.all_gather_object(
+                KVPool.bytes_per_token(num_layers, num_kv_heads, config.head_dim, dtype)
+            )
+        )
+        num_tokens = max_total_num_tokens(
+            args.max_total_tokens,
+            config.context_length,
+            cell,
+            free_bytes_for_kv(self.device, args.mem_fraction_static, self.reserved_bytes),
+            self.parallel.world,
+            self.device,
+        )
+        logger.info("KV pool: %d tokens, %.2f GiB", num_tokens, num_tokens * cell / 2**30)
+        return KVPool(
+            num_tokens,
+            1,
+            num_layers,
+            num_kv_heads,
+            config.head_dim,
+            dtype,
+            self.device,
+            first_layer=self.model.first_layer,
+        )
+
+    @torch.inference_mode()
+    def forward_hidden(self, batch: ForwardBatch, hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+        """The model without its head: `[T, H]` hidden states, or what the next pipeline stage takes.
+
+        A stage after the first starts from the `hidden_states` that the one before returned.
+        """
+        batch.attn_backend = self.attn_backend
+        self.attn_backend.init_forward_metadata(batch)
+        return self.model(batch, hidden_states)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`[B, H]` rows of the last stage's hidden states -> `[B, vocab_size]` float32."""
+        assert self.logits_processor is not None, "only the last pipeline stage has the head"
+        return self.logits_processor(hidden_states)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, hidden_states: torch.Tensor | None = None) -> torch.Tensor:
+        """`[B, vocab_size]` float32: the logits that follow the last token of each sequence. Last stage
+        only.
+        """
+        return self.compute_logits(last_token_rows(self.forward_hidden(batch, hidden_states), batch))
