@@ -67,7 +67,18 @@ def test_pieces_join_to_the_whole_text_however_it_is_cut(byte_level):
 
 def test_consecutive_byte_fallback_characters_appear_one_by_one(byte_fallback):
     ids = [256, *"字宙".encode(), 257, 258]
-    assert _pieces(byte_fallback, ids, [1] * len(ids)) == ["Hello", "", "", "字", "", "", "宙", " world", "!", ""]
+    assert _pieces(byte_fallback, ids, [1] * len(ids)) == [
+        "Hello",
+        "",
+        "",
+        "字",
+        "",
+        "",
+        "宙",
+        " world",
+        "!",
+        "",
+    ]
 
 
 def test_random_bytes_join_to_the_whole_text(byte_level):

@@ -64,7 +64,14 @@ class Bench:
     """A scheduler over real pools, fed by hand one step at a time."""
 
     def __init__(
-        self, num_slots=200, context_len=100, max_running=8, chunk=16, chunked=True, eos=(EOS,), stream_interval=1
+        self,
+        num_slots=200,
+        context_len=100,
+        max_running=8,
+        chunk=16,
+        chunked=True,
+        eos=(EOS,),
+        stream_interval=1,
     ):
         self.pool = ReqToTokenPool(max_running, context_len, "cpu")
         self.allocator = TokenAllocator(num_slots)
@@ -141,7 +148,9 @@ def test_a_prefill_forward_never_exceeds_the_chunk_and_fills_it():
     bench.add("short", prompt(2, 10), num_new=2)
     bench.run()
     prefills = [
-        n for mode, n in zip(bench.device.modes, bench.device.num_tokens, strict=True) if mode is ForwardMode.EXTEND
+        n
+        for mode, n in zip(bench.device.modes, bench.device.num_tokens, strict=True)
+        if mode is ForwardMode.EXTEND
     ]
     assert prefills == [16, 16, 16, 2]
     assert bench.tokens("long") == expected_tokens(prompt(1, 40), 2)

@@ -66,12 +66,13 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
     def progress(stage: str, detail: dict[str, Any] | None = None) -> None:
         channel.send(StartupProgress(place.rank, stage, detail or {}))
 
-    progress("process groups")
+    progress("joining process groups")
     device_name = resolved_device(server_args.device)
     device = torch.device(device_name, place.gpu_id) if device_name == "cuda" else torch.device("cpu")
     model_config = read_model_config(server_args, device_name)
     parallel = parallel_state.initialize(server_args, place.rank, place.init_method, device)
-    runner = ModelRunner(server_args, model_config, parallel, place.gpu_id)
+    progress("loading the model")
+    runner = ModelRunner(server_args, model_config, parallel, place.gpu_id, progress=progress)
     limits = derive_limits(server_args, model_config, device_name)
     scheduler = Scheduler(
         executor=ModelExecutor(runner, Watchdog(server_args.watchdog_timeout)),
@@ -108,5 +109,5 @@ def _server_info(runner: ModelRunner, device_name: str) -> dict[str, Any]:
         "device": device_name,
         "max_total_num_tokens": runner.max_total_num_tokens,
         "max_running_requests": runner.max_running_requests,
-        "autotune": getattr(runner, "autotune_report", {}),
+        "autotune": runner.autotune_report,
     }

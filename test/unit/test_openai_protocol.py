@@ -1,0 +1,157 @@
+"""What a completion request may say, and how everything else is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest, parse_body
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+def parse(**fields) -> CompletionRequest:
+    return parse_body(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        (["one", "two"], ["one", "two"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_each_shape_of_prompt_is_a_list_of_prompts(prompt, prompts):
+    assert parse(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]]])
+def test_a_prompt_that_mixes_shapes_is_refused(prompt):
+    with pytest.raises(ApiError) as refused:
+        parse(prompt=prompt).prompts()
+    assert (refused.value.status, refused.value.param) == (400, "prompt")
+
+
+def test_a_null_stands_for_the_default():
+    nulls = dict.fromkeys(
+        [
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "seed",
+            "stop",
+            "echo",
+            "stream",
+            "logprobs",
+        ]
+    )
+    request = parse(**nulls)
+    assert request.sampling() == parse().sampling() == SamplingParams(max_new_tokens=16)
+    assert request.num_copies == 1
+
+
+def test_parameters_reach_the_sampler():
+    sampling = parse(
+        max_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=4,
+        stop="x",
+        stop_token_ids=[7],
+        ignore_eos=True,
+    ).sampling()
+    assert sampling == SamplingParams(
+        max_new_tokens=5,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        seed=4,
+        stop=["x"],
+        stop_token_ids=[7],
+        ignore_eos=True,
+    )
+
+
+def test_an_integer_is_fine_where_a_number_is_expected():
+    assert parse(temperature=1, top_p=1).sampling().temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", -1),
+        ("max_tokens", "ten"),
+        ("temperature", -1),
+        ("temperature", "warm"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", 0),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("seed", 2**70),
+        ("n", 1.5),
+        ("stop", 3),
+        ("stream", "yes"),
+    ],
+)
+def test_a_value_out_of_range_or_of_a_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(ApiError) as refused:
+        parse(**{name: value}).sampling()
+    assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 0),
+        ("best_of", 3),
+        ("suffix", "end"),
+        ("logit_bias", {"5": 1}),
+        ("repetition_penalty", 1.1),
+    ],
+)
+def test_a_parameter_that_would_change_the_answer_but_is_not_built_is_refused(name, value):
+    with pytest.raises(ApiError) as refused:
+        parse(**{name: value})
+    assert (refused.value.status, refused.value.param) == (400, name)
+
+
+def test_values_that_ask_for_nothing_and_unknown_fields_pass():
+    parse(
+        best_of=1, suffix="", logit_bias={}, presence_penalty=0.0, repetition_penalty=1.0, user="me", foo=[1]
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b" \n", b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"prompt": NaN}'])
+def test_anything_but_a_json_object_with_a_prompt_is_refused(body):
+    with pytest.raises(ApiError) as refused:
+        parse_body(body, CompletionRequest)
+    assert refused.value.status == 400
+
+
+def test_too_many_sequences_are_refused_before_they_start():
+    with pytest.raises(ApiError):
+        parse(n=5000).check()
+    with pytest.raises(ApiError):
+        parse(prompt=["a"] * 100, n=100).check()
+
+
+def test_an_error_has_the_four_fields_that_clients_read():
+    body = ApiError(404, "no such thing", param="model", code="model_not_found").body()
+    assert body == {
+        "error": {
+            "message": "no such thing",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+    }
