@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.identity import Topology
@@ -34,7 +35,7 @@ class ModelRunnerHost:
         self.limits = runner.limits
         self.topology = topology_of(runner)
         self.identity = identity_of(runner.server_args, runner.model_config, self.device.type)
-        self.moe_backend = runner.server_args.moe_runner_backend_on(self.device.type)
+        self.moe_backend = runner.moe_runner.name
         self.probe_dtype = runner.dtype
         self.op_names = runner.moe_runner.op_names
         op = getattr(runner.moe_runner, "op", None)
@@ -71,14 +72,9 @@ class ModelRunnerHost:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def op_probe(self, num_tokens: int) -> Callable[[], torch.Tensor]:
-        runner = self._runner
-        layer = next(module for module in runner.model.modules() if isinstance(module, FusedMoE))
-        top_k, num_experts = layer.shape.top_k, layer.shape.num_experts
-        hidden = self._random(num_tokens, layer.shape.hidden_size)
-        topk_ids = balanced_topk_ids(num_tokens, top_k, num_experts, self.device)
-        topk_weights = torch.full((num_tokens, top_k), 1 / top_k, dtype=torch.float32, device=self.device)
-        return lambda: runner.moe_runner.run(hidden, topk_ids, topk_weights, layer.w13, layer.w2)
+    def op_probe(self, num_tokens: int) -> MoEProbe:
+        layer = next(module for module in self._runner.model.modules() if isinstance(module, FusedMoE))
+        return MoEProbe(layer, self._random(num_tokens, layer.shape.hidden_size))
 
     def free_memory_bytes(self) -> int | None:
         if self.device.type != "cuda":
@@ -99,6 +95,40 @@ class ModelRunnerHost:
     def _random(self, num_tokens: int, width: int) -> torch.Tensor:
         values = torch.randn((num_tokens, width), generator=self._generator)
         return values.to(self.device, self.probe_dtype)
+
+
+class MoEProbe:
+    """One layer's experts on fixed inputs ``hidden`` `[T, H]` and routing that visits the experts in turn."""
+
+    def __init__(self, layer: FusedMoE, hidden: torch.Tensor) -> None:
+        self._layer, self._hidden, shape = layer, hidden, layer.shape
+        num_tokens, top_k = hidden.shape[0], shape.top_k
+        self._ids = balanced_topk_ids(num_tokens, top_k, shape.num_experts, hidden.device)
+        self._weights = torch.full((num_tokens, top_k), 1 / top_k, dtype=torch.float32, device=hidden.device)
+
+    def run(self) -> torch.Tensor:
+        layer = self._layer
+        return layer.runner.run(self._hidden, self._ids, self._weights, layer.w13, layer.w2)
+
+    def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, first = self._hidden.shape[0], self._layer.shape.first_local_expert
+        rows = (
+            torch.linspace(0, num_tokens - 1, min(max_rows, num_tokens))
+            .long()
+            .unique()
+            .to(self._hidden.device)
+        )
+        results = []
+        for row in rows.tolist():
+            x = self._hidden[row].float()
+            total = torch.zeros_like(x)
+            for expert, weight in zip(self._ids[row].tolist(), self._weights[row].tolist(), strict=True):
+                local = expert - first
+                if 0 <= local < self._layer.shape.num_local_experts:
+                    up, gate = (self._layer.w13[local].float() @ x).chunk(2)
+                    total += weight * (self._layer.w2[local].float() @ (F.silu(gate) * up))
+            results.append(total)
+        return rows, torch.stack(results)
 
 
 def topology_of(runner: ModelRunner) -> Topology:

@@ -59,7 +59,9 @@ class ModelRunner:
         self.moe_runner = create_moe_runner(
             args.moe_runner_backend_on(device_type),
             moe_shape(config, parallel, self.dtype, self.limits.max_op_tokens),
+            device=self.device,
             deterministic=args.enable_deterministic_inference,
+            may_fall_back=args.moe_runner_backend == "auto",
         )
         self.model = load_model(
             config,
@@ -76,7 +78,7 @@ class ModelRunner:
         self.sampler = Sampler()
 
         # ---- reserve, then KV pool
-        self.reserved_bytes = 0  # MegaMoE workspaces and what tuning needs are counted here
+        self.reserved_bytes = self.moe_runner.reserved_bytes()
         self.kv_pool = self._create_kv_pool()
         self.max_total_num_tokens = self.kv_pool.num_tokens
         self.allocator = TokenAllocator(self.max_total_num_tokens)

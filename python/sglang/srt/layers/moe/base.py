@@ -44,11 +44,17 @@ class MoERunner(ABC):
     The result is partial where experts or their rows are spread over ranks; the caller reduces it.
     """
 
+    #: What `--moe-runner-backend` calls it.
+    name: str = ""
     #: Names under which FlashInfer's AutoTuner asks for a tactic; empty when nothing is tunable.
     op_names: tuple[str, ...] = ()
 
     def __init__(self, shape: MoEShape) -> None:
         self.shape = shape
+
+    def reserved_bytes(self) -> int:
+        """Device memory that this runner takes after its construction and keeps, in bytes."""
+        return 0
 
     @abstractmethod
     def run(

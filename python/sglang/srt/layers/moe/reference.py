@@ -12,19 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from flashinfer.autotuner import OptimizationProfile, TunableRunner
 
+from sglang.srt.layers.moe.activation import swiglu
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 from sglang.srt.layers.moe.tuned_op import TunedOp
 
 OP_NAME = "sglang::reference_moe"
-
-
-def swiglu(up_gate: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` for rows laid out ``[..., up | gate]``."""
-    up, gate = up_gate.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 def _rows(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
@@ -149,6 +143,7 @@ class ReferenceMoE(TunableRunner):
 class ReferenceMoERunner(MoERunner):
     """MoE without a GPU library: the reference implementations, tuned like any other op."""
 
+    name = "reference"
     op_names = (OP_NAME,)
 
     def __init__(self, shape: MoEShape) -> None:

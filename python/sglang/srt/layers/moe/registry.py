@@ -1,12 +1,30 @@
-"""Which MoE runners exist and which one ``auto`` means."""
+"""Which MoE runners exist, and what serves where the preferred one has no kernel."""
 
 from __future__ import annotations
 
+import logging
+
+import torch
+
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 
+logger = logging.getLogger(__name__)
 
-def create_moe_runner(backend: str, shape: MoEShape, *, deterministic: bool = False) -> MoERunner:
-    """Build the runner that ``--moe-runner-backend`` names (already resolved from ``auto``).
+CPU = torch.device("cpu")
+
+
+def create_moe_runner(
+    backend: str,
+    shape: MoEShape,
+    *,
+    device: torch.device = CPU,
+    deterministic: bool = False,
+    may_fall_back: bool = False,
+) -> MoERunner:
+    """Build the runner that `--moe-runner-backend` names (already resolved from `auto`).
+
+    With `may_fall_back`, which is for `auto`, `torch_grouped` serves where FlashInfer has no kernel, and one log line
+    says why.
 
     Raises:
         ValueError: no such backend, or it cannot run here.
@@ -15,4 +33,22 @@ def create_moe_runner(backend: str, shape: MoEShape, *, deterministic: bool = Fa
         from sglang.srt.layers.moe.reference import ReferenceMoERunner
 
         return ReferenceMoERunner(shape)
-    raise ValueError(f"--moe-runner-backend {backend}: no such MoE runner; this build has: reference")
+    if backend == "torch_grouped":
+        from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
+
+        return TorchGroupedMoERunner(shape, device)
+    if backend == "flashinfer_cutlass":
+        from sglang.srt.layers.moe.flashinfer_cutlass import FlashInferCutlassMoERunner
+
+        try:
+            return FlashInferCutlassMoERunner.create(shape, device, deterministic=deterministic)
+        except ValueError as error:
+            if not may_fall_back:
+                raise
+            fallback = create_moe_runner("torch_grouped", shape, device=device)
+            logger.warning("MoE runs on torch_grouped, untuned: %s", error)
+            return fallback
+    raise ValueError(
+        f"--moe-runner-backend {backend}: no such MoE runner; this build has: reference, flashinfer_cutlass, "
+        "torch_grouped"
+    )

@@ -1,0 +1,228 @@
+"""The GPU runners as far as a CPU shows them: arguments, layouts, refusals, and torch_grouped's arithmetic."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from sglang.srt.layers.moe import flashinfer_cutlass, registry, torch_grouped
+from sglang.srt.layers.moe.base import MoEShape
+from sglang.srt.layers.moe.flashinfer_cutlass import CutlassKernels, FlashInferCutlassMoERunner
+from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
+from support.moe_reference import float32_moe, moe_inputs, moe_weights, relative_error
+
+CPU = torch.device("cpu")
+SHAPE = MoEShape(
+    hidden_size=32,
+    intermediate_size=16,
+    num_experts=8,
+    num_local_experts=8,
+    top_k=2,
+    dtype=torch.float32,
+    max_num_tokens=4096,
+)
+SECOND_OF_TWO = dataclasses.replace(SHAPE, num_local_experts=4, ep_size=2, ep_rank=1, tp_size=2, tp_rank=1)
+
+
+class FakeKernels:
+    """Stands where FlashInfer's GPU op would: it records its arguments and computes the MoE as that op documents it.
+
+    Its keywords are checked against the installed FlashInfer's signatures.
+    """
+
+    WORKSPACE_BYTES = 12345
+
+    def __init__(self):
+        self.calls, self.sized_for = [], []
+
+    def kernels(self, with_workspace=True):
+        return CutlassKernels(self.fused_moe, self.workspace_size if with_workspace else None)
+
+    def workspace_size(self, *args, **kwargs):
+        self.sized_for.append((args, kwargs))
+        return self.WORKSPACE_BYTES
+
+    def fused_moe(self, x, ids, scales, w31, w2, output_dtype, **kwargs):
+        assert ids.dtype is torch.int32 and scales.dtype is torch.float32
+        assert x.is_contiguous() and kwargs["output"].shape == x.shape
+        self.calls.append(kwargs)
+        shape = dataclasses.replace(
+            SHAPE,
+            num_local_experts=w31.shape[0],
+            ep_size=kwargs["ep_size"],
+            ep_rank=kwargs["ep_rank"],
+        )
+        kwargs["output"].copy_(float32_moe(shape, x, ids, scales, w31, w2))
+
+
+def run(runner, shape, num_tokens, seed=0):
+    inputs = (*moe_inputs(shape, num_tokens, CPU, seed), *moe_weights(shape, CPU))
+    return runner.run(*inputs), float32_moe(shape, *inputs)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, SECOND_OF_TWO])
+def test_flashinfer_runner_hands_its_rank_and_buffers_to_the_op(shape):
+    fake = FakeKernels()
+    runner = FlashInferCutlassMoERunner(shape, CPU, fake.kernels())
+    out, expected = run(runner, shape, 5)
+    torch.testing.assert_close(out, expected)
+    call = fake.calls[0]
+    assert (call["tp_size"], call["tp_rank"]) == (shape.tp_size, shape.tp_rank)
+    assert (call["ep_size"], call["ep_rank"]) == (shape.ep_size, shape.ep_rank)
+    assert call["tune_max_num_tokens"] == shape.max_num_tokens
+    assert call["use_fused_finalize"] is True
+    assert call["workspace_buffer"].dtype is torch.uint8
+    assert call["workspace_buffer"].numel() == FakeKernels.WORKSPACE_BYTES
+
+
+def test_the_workspace_is_allocated_once_for_the_largest_call():
+    fake = FakeKernels()
+    runner = FlashInferCutlassMoERunner(SECOND_OF_TWO, CPU, fake.kernels())
+    run(runner, SECOND_OF_TWO, 3)
+    run(runner, SECOND_OF_TWO, 7)
+    (sizes, options), *more = fake.sized_for
+    assert sizes == (4096, 32, 16, 8, 2) and not more, (
+        "tokens, hidden, shard of an expert, all experts, top-k"
+    )
+    assert options["x_dtype"] is options["weight_dtype"] is options["output_dtype"] is torch.float32
+    assert fake.calls[0]["workspace_buffer"] is fake.calls[1]["workspace_buffer"]
+
+
+def test_deterministic_inference_keeps_atomics_out_of_the_sum_over_experts():
+    fake = FakeKernels()
+    runner = FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels(), deterministic=True)
+    run(runner, SHAPE, 2)
+    assert fake.calls[0]["use_fused_finalize"] is False
+    assert fake.sized_for[0][1]["use_fused_finalize"] is False
+
+
+def test_a_flashinfer_without_workspaces_is_called_without_one():
+    fake = FakeKernels()
+    run(FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels(with_workspace=False)), SHAPE, 2)
+    assert "workspace_buffer" not in fake.calls[0]
+
+
+def test_the_installed_flashinfer_takes_the_arguments_that_the_runner_passes():
+    import inspect
+
+    fake = FakeKernels()
+    run(FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels()), SHAPE, 2)
+    kernels = CutlassKernels.load()
+    inspect.signature(kernels.fused_moe).bind(*range(6), **fake.calls[0])
+    if kernels.workspace_size is not None:
+        sizes, options = fake.sized_for[0]
+        inspect.signature(kernels.workspace_size).bind(*sizes, **options)
+
+
+def test_what_the_profiler_will_take_is_reserved():
+    runner = FlashInferCutlassMoERunner(SHAPE, CPU, FakeKernels().kernels())
+    routed_rows, row_bytes = 4096 * 2, 4 * (32 + 3 * 16)
+    assert runner.reserved_bytes() > routed_rows * row_bytes
+    assert TorchGroupedMoERunner(SHAPE, CPU).reserved_bytes() == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 64])
+def test_torch_grouped_equals_the_reference(num_tokens):
+    out, expected = run(TorchGroupedMoERunner(SHAPE, CPU), SHAPE, num_tokens)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("ep_rank", [0, 1])
+def test_torch_grouped_adds_up_its_own_experts_only(ep_rank):
+    shape = dataclasses.replace(SHAPE, num_local_experts=4, ep_size=2, ep_rank=ep_rank)
+    out, expected = run(TorchGroupedMoERunner(shape, CPU), shape, 9)
+    torch.testing.assert_close(out, expected)
+
+
+def test_rows_that_the_grouped_product_leaves_undefined_reach_no_token():
+    shape = dataclasses.replace(SHAPE, num_local_experts=4, ep_size=2)
+    runner = TorchGroupedMoERunner(shape, CPU)
+    product = runner._product
+
+    def with_garbage(rows, weights, ends):  # as on a GPU, where the rest of the buffer is what it was
+        out = product(rows, weights, ends)
+        out[int(ends[-1]) :] = float("nan")
+        return out
+
+    runner._product = with_garbage
+    out, expected = run(runner, shape, 9)
+    torch.testing.assert_close(out, expected)
+
+
+def test_torch_grouped_in_bfloat16_stays_close_to_float32():
+    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
+    out, expected = run(TorchGroupedMoERunner(shape, CPU), shape, 33)
+    assert out.dtype is torch.bfloat16
+    assert relative_error(out, expected) < 1e-2
+
+
+def test_the_grouped_product_of_this_torch_computes_what_the_loop_does():
+    shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
+    w13, _ = moe_weights(shape, CPU)
+    rows = torch.randn(10, 32, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 3, 3, 5, 8, 8, 8, 10], dtype=torch.int32)
+    actual = torch_grouped._grouped_on_gpu()(rows, w13, ends)
+    torch.testing.assert_close(actual, torch_grouped._grouped_by_loop(rows, w13, ends))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_grouped"])
+def test_the_registry_builds_runners_under_their_flag_names(backend):
+    runner = registry.create_moe_runner(backend, SHAPE)
+    assert runner.name == backend
+    assert (runner.op_names == ()) == (backend == "torch_grouped"), (
+        "nothing to tune without FlashInfer's tuner"
+    )
+
+
+def test_flashinfer_on_a_cpu_is_refused_by_the_flags_name():
+    with pytest.raises(ValueError, match="--moe-runner-backend flashinfer_cutlass needs a GPU"):
+        registry.create_moe_runner("flashinfer_cutlass", SHAPE)
+
+
+def test_an_old_gpu_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    cuda = torch.device("cuda", 0)
+    for backend in ("flashinfer_cutlass", "torch_grouped"):
+        with pytest.raises(
+            ValueError, match=rf"{backend} needs compute capability 9.0 .* has 8.0: use"
+        ) as error:
+            registry.create_moe_runner(backend, SHAPE, device=cuda)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [({"dtype": torch.float32}, "set --dtype bfloat16"), ({"intermediate_size": 12}, "multiple of 8")],
+)
+def test_shapes_without_a_kernel_are_refused(monkeypatch, changes, words):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = dataclasses.replace(SHAPE, **{"dtype": torch.bfloat16, **changes})
+    with pytest.raises(ValueError, match=words):
+        flashinfer_cutlass.check_supported(shape, torch.device("cuda", 0))
+
+
+def test_a_missing_flashinfer_is_refused_when_named_and_replaced_when_not(monkeypatch, caplog):
+    def missing():
+        raise ValueError("--moe-runner-backend flashinfer_cutlass: FlashInfer cannot be imported")
+
+    monkeypatch.setattr(flashinfer_cutlass, "check_supported", lambda shape, device: None)
+    monkeypatch.setattr(CutlassKernels, "load", missing)
+    with pytest.raises(ValueError, match="cannot be imported"):
+        registry.create_moe_runner("flashinfer_cutlass", SHAPE)
+    with caplog.at_level("WARNING"):
+        runner = registry.create_moe_runner("flashinfer_cutlass", SHAPE, may_fall_back=True)
+    assert runner.name == "torch_grouped"
+    assert [record.getMessage() for record in caplog.records] == [
+        "MoE runs on torch_grouped, untuned: --moe-runner-backend flashinfer_cutlass: FlashInfer cannot be imported"
+    ]
+
+
+def test_a_module_that_does_not_load_is_one_clear_line(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("ninja failed\nwith pages of output")
+
+    monkeypatch.setattr(flashinfer_cutlass, "check_supported", lambda shape, device: None)
+    monkeypatch.setattr(CutlassKernels, "load", lambda: CutlassKernels(broken, broken))
+    with pytest.raises(ValueError, match="neither loads nor builds .ninja failed.; install") as error:
+        FlashInferCutlassMoERunner.create(SHAPE, CPU)
+    assert "\n" not in str(error.value)
