@@ -21,7 +21,7 @@ from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.stage import run_stage
 from sglang.srt.layers.moe.base import MoEShape
-from sglang.srt.layers.moe.reference import ReferenceMoERunner
+from sglang.srt.layers.moe.reference import IMPLEMENTATIONS, ReferenceMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
@@ -56,8 +56,8 @@ class TinyHost:
         self.between = between
         self.forwards: list[Shape] = []
         self.free_bytes: int | None = None
-        self._w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
-        self._w2 = torch.randn(EXPERTS, HIDDEN, INNER)
+        self.w13 = torch.randn(EXPERTS, 2 * INNER, HIDDEN)
+        self.w2 = torch.randn(EXPERTS, HIDDEN, INNER)
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -67,21 +67,31 @@ class TinyHost:
     def dummy_forward(self, shape: Shape) -> None:
         self.forwards.append(shape)
         self.between(shape)
-        self.op_probe(shape.op_tokens)()
+        self.op_probe(shape.op_tokens).run()
 
-    def op_probe(self, num_tokens: int) -> Callable[[], torch.Tensor]:
-        inputs = (
-            torch.randn(num_tokens, HIDDEN),
-            balanced_topk_ids(num_tokens, TOP_K, EXPERTS, self.device),
-            torch.full((num_tokens, TOP_K), 1 / TOP_K),
-        )
-        return lambda: self.runner.run(*inputs, self._w13, self._w2)
+    def op_probe(self, num_tokens: int) -> TinyProbe:
+        return TinyProbe(self, num_tokens)
 
     def free_memory_bytes(self) -> int | None:
         return self.free_bytes
 
     def step_memory_bytes(self, shape: Shape) -> int:
         return 1 << 20
+
+
+class TinyProbe:
+    def __init__(self, host: TinyHost, num_tokens: int) -> None:
+        self._host, self._hidden = host, torch.randn(num_tokens, HIDDEN)
+        self._ids = balanced_topk_ids(num_tokens, TOP_K, EXPERTS, host.device)
+        self._weights = torch.full((num_tokens, TOP_K), 1 / TOP_K)
+
+    def run(self) -> torch.Tensor:
+        return self._host.runner.run(self._hidden, self._ids, self._weights, self._host.w13, self._host.w2)
+
+    def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.arange(min(max_rows, self._hidden.shape[0]))
+        inputs = (self._hidden[rows], self._ids[rows], self._weights[rows])
+        return rows, IMPLEMENTATIONS[0][1](*inputs, self._host.w13, self._host.w2)
 
 
 def start(

@@ -1,16 +1,19 @@
 """The stage on one rank: what it tunes, keeps, loads, skips and reports."""
 
 import json
+import os
+import time
 
 import pytest
 import torch
 from flashinfer.autotuner import AutoTuner
 
 from sglang.srt.autotune import cache_phase, flashinfer_api
+from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.plan import Limits
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.autotune.stage import StepFailed
-from sglang.srt.layers.moe.reference import OP_NAME
+from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoE
 from support.tiny_host import TinyHost, start
 
 STEPS = ["decode 1", "decode 2", "decode 4", "prefill 16", "prefill 8"]
@@ -66,7 +69,7 @@ def test_what_was_tuned_is_what_serves_afterwards(tmp_path):
     assert [step.winners for step in again.steps] == [step.winners for step in first.steps]
     with flashinfer_api.observed() as lookups:
         for num_tokens in (1, 3, 4, 7, 16):
-            host.op_probe(num_tokens)()
+            host.op_probe(num_tokens).run()
     assert not lookups.fallbacks
 
 
@@ -243,3 +246,106 @@ def test_a_lookup_that_still_falls_back_is_counted(tmp_path, monkeypatch):
     report = start(tmp_path, host)
     assert report.fallbacks == 5
     assert report.fallback_details[0].op == OP_NAME
+
+
+class WrongAndFast(ReferenceMoE):
+    """Tactic 3 takes no time and returns the wrong numbers, as some kernels have been known to."""
+
+    wrong = 0.0
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        if tactic == 3:
+            return torch.full_like(inputs[0], self.wrong)
+        return super().forward(inputs, tactic, do_preparation, **kwargs)
+
+
+class Slower(ReferenceMoE):
+    """The only candidate beside the default is a slow one."""
+
+    def get_valid_tactics(self, inputs, profile):
+        return [3]
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        if tactic == 3:
+            time.sleep(0.003)
+        return super().forward(inputs, tactic, do_preparation, **kwargs)
+
+
+def host_with(runner, **changes):
+    host = TinyHost(**changes)
+    host.runner.op.runners = [runner]
+    return host
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("nan")])
+def test_a_fast_but_wrong_tactic_goes_back_to_the_default_now_and_is_blocked_for_later(
+    tmp_path, wrong, monkeypatch
+):
+    monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, "")
+    runner = WrongAndFast()
+    runner.wrong = wrong
+    host = host_with(runner)
+    report = start(tmp_path, host)
+    assert report.status == "completed" and report.fallbacks == 0
+    for step in report.steps:
+        assert step.winners[OP_NAME] == "WrongAndFast default"
+        assert "back to the default" in step.note
+    (blocklist,) = tmp_path.rglob("tactics_blocklist.json")
+    assert json.loads(blocklist.read_text())["invalid_tactics"] == {f"{OP_NAME}::WrongAndFast": [3]}
+    os.remove(report.cache_path)
+    later = start(tmp_path, host_with(runner))
+    assert os.environ[flashinfer_api.BLOCKLIST_VARIABLE] == str(blocklist)
+    assert all(step.note is None for step in later.steps), "the blocked tactic was not tried again"
+
+
+def test_a_wrong_tactic_passes_unseen_only_when_verification_is_off(tmp_path):
+    report = start(tmp_path, host_with(WrongAndFast()), verify="off")
+    assert {step.winners[OP_NAME] for step in report.steps} == {"WrongAndFast 3"}
+
+
+def test_a_choice_that_is_slower_than_the_default_goes_back_to_it(tmp_path):
+    host = host_with(Slower())
+
+    def ensure_slow_wins(op_name, runners, config, inputs, kwargs):
+        flashinfer_api.file_winner(op_name, runners[0], config, inputs, 3)
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(CpuProfiler, "ensure_tuned", lambda self, *args: ensure_slow_wins(*args))
+    try:
+        report = start(tmp_path, host)
+    finally:
+        monkey.undo()
+    assert {step.winners[OP_NAME] for step in report.steps} == {"Slower default"}
+    assert all("slower than the default" in step.note for step in report.steps)
+    assert start(tmp_path, host_with(Slower())).profiles_tuned == 0, "the default is stored as the choice"
+
+
+def test_full_verification_compares_with_a_float32_reference_and_at_bucket_edges(tmp_path, monkeypatch):
+    seen = []
+    original = TinyHost.op_probe
+    monkeypatch.setattr(TinyHost, "op_probe", lambda self, n: (seen.append(n), original(self, n))[1])
+    report = start(tmp_path, verify="full")
+    assert all(step.note is None for step in report.steps)
+    assert {9, 13, 15} <= set(seen)
+
+
+def test_a_default_that_is_itself_wrong_is_seen_by_full_verification(tmp_path):
+    class WrongAlways(ReferenceMoE):
+        def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+            return torch.zeros_like(inputs[0])
+
+    report = start(tmp_path, host_with(WrongAlways()), verify="full")
+    assert all("off by" in step.note for step in report.steps)
+
+
+def test_a_spent_budget_keeps_what_was_tuned_and_the_next_start_goes_on(tmp_path):
+    def between(shape):
+        time.sleep(0.05)
+
+    report = start(tmp_path, TinyHost(between=between), budget_s=0.12)
+    done = [name for name, source in sources(report).items() if source == "tuned"]
+    left = [name for name, source in sources(report).items() if source == "over budget"]
+    assert done and left and done + left == STEPS, "hottest first, then nothing"
+    assert report.status == "completed" and "left to the next start" in report.reason
+    later = start(tmp_path)
+    assert [name for name, source in sources(later).items() if source == "tuned"] == left

@@ -65,6 +65,8 @@ def settings_of(args: ServerArgs, run_id: str | None = None) -> StageSettings:
         use_cache=envs.SGLANG_FLASHINFER_AUTOTUNE_CACHE.get(),
         include_prefill=envs.SGLANG_FLASHINFER_AUTOTUNE_EXTEND.get(),
         cache_root=Path(envs.SGLANG_CACHE_DIR.get()),
+        verify=args.flashinfer_autotune_verify,
+        budget_s=args.flashinfer_autotune_budget,
         timeout_s=envs.SGLANG_AUTOTUNE_TIMEOUT.get(),
         run_id=run_id or uuid.uuid4().hex[:12],
     )

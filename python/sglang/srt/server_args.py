@@ -277,6 +277,22 @@ class ServerArgs:
         None, "File that the stage's JSON report is written to.", group=AUTOTUNE, metavar="PATH"
     )
 
+    flashinfer_autotune_verify: str = flag(
+        "finite",
+        "How tuned choices are checked: off (times only), finite (finite and close to the default's output), or full "
+        "(also against a float32 reference and at the edges of buckets).",
+        group=AUTOTUNE,
+        choices=("off", "finite", "full"),
+    )
+    flashinfer_autotune_budget: float = flag(
+        0.0,
+        "Seconds of tuning after which no further step begins; what was tuned is kept and the next start goes on. "
+        "0 is no limit.",
+        group=AUTOTUNE,
+        parse=number,
+        minimum=0,
+    )
+
     random_seed: int = flag(
         42, "Seed of sampling and of dummy weights.", group=RUNTIME, parse=integer, minimum=0
     )

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.plan import Plan, Step
-from sglang.srt.autotune.records.cache_key import CacheIdentity, CachePath, RankPlace
+from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
-from sglang.srt.autotune.records.environment import cpu_model_name
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
+from sglang.srt.autotune.records.placement import cache_path_of, sm_name
 from sglang.srt.autotune.records.record import RecordKey, StepEntry, parse_key
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
@@ -97,6 +98,31 @@ class CachePhase:
         self._report.records.tuned += len(fresh)
         return len(fresh)
 
+    def back_to_default(self, step: Step, op_names: Collection[str]) -> None:
+        """Serve a step's bucket with the default of these ops, now and at later starts.
+
+        The default is stored as the choice, so that later lookups hit it and do not count as fallbacks.
+        """
+        entries = flashinfer_api.stored_entries()
+        keys = [key for key in self._keys_at(step.bucket) if (p := _parse(key)) and p.custom_op in op_names]
+        self._store.commit(
+            record.with_source("tuned")
+            for record in records_from_entries(
+                {key: [entries[key][0], -1, *entries[key][2:]] for key in keys}
+            ).values()
+        )
+        flashinfer_api.replace_winners({key: -1 for key in keys})
+
+    def block(self, step: Step, op_names: Collection[str], reason: str) -> None:
+        """Note this step's tactics of these ops as wrong, for FlashInfer's tuner at the next start."""
+        entries = flashinfer_api.stored_entries()
+        wrong = []
+        for key in self._keys_at(step.bucket):
+            parsed = _parse(key)
+            if parsed is not None and parsed.custom_op in op_names and entries[key][1] != -1:
+                wrong.append((parsed.custom_op, entries[key][0], entries[key][1]))
+        blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
+
     def adopt(self, choices: dict[str, list[Any]]) -> None:
         """Take another rank's choices for these keys: in the tuner now, in the file for the next start."""
         flashinfer_api.replace_winners({key: entry[1] for key, entry in choices.items()})
@@ -148,31 +174,12 @@ class CachePhase:
 
     @property
     def _sm(self) -> str:
-        capability = self._host.capability
-        return "cpu" if capability is None else f"sm{capability[0]}{capability[1]}"
+        return sm_name(self._host.capability)
 
     def _place(self) -> tuple[Path, Path | None]:
         """This rank's file, and the one to read where it does not exist yet."""
         identity, topology = self._host.identity, self._host.topology
-        environment = dict(self._environment)
-        if self._sm == "cpu":
-            # FlashInfer's stamp says "unknown" on every CPU; times of one CPU mean nothing on another.
-            environment["cpu"] = cpu_model_name()
-        cache_path = CachePath(
-            self._settings.cache_root,
-            CacheIdentity(
-                model=identity.model,
-                dtype=identity.dtype,
-                environment=environment,
-                quantization=identity.quantization,
-                kv_cache_dtype=identity.kv_cache_dtype,
-                backends=identity.backends,
-                parallel=identity.parallel,
-                skip_ops=self._settings.skip_ops,
-                draft=identity.draft,
-            ),
-            self._sm,
-        )
+        cache_path = cache_path_of(identity, self._settings, self._environment, self._sm)
         place = RankPlace(
             topology.tp_rank, topology.pp_rank, topology.dp_rank, identity.draft, identity.gpu_uuid
         )
@@ -203,6 +210,12 @@ class CachePhase:
             if parsed is not None and parsed.num_tokens == bucket:
                 keys.add(key)
         return keys
+
+
+def blocklist_of(cache_root: Path, sm: str) -> Blocklist:
+    """Where wrong tactics are noted; known before FlashInfer's tuner exists, which reads it when it is created."""
+    version = safe_part(flashinfer_api.version())
+    return Blocklist(cache_root / "flashinfer" / "autotune" / version / sm / "tactics_blocklist.json")
 
 
 def _parse(key: str) -> RecordKey | None:

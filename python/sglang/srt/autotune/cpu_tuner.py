@@ -60,7 +60,8 @@ class CpuProfiler:
             return
         candidates = [(runners[0], -1)]
         for runner in runners:
-            candidates += [(runner, tactic) for tactic in runner.get_valid_tactics(inputs, None)]
+            tactics = flashinfer_api.not_blocked(op_name, runner, runner.get_valid_tactics(inputs, None))
+            candidates += [(runner, tactic) for tactic in tactics]
         times = self.reduce_times(
             [self._time_s(runner, tactic, inputs, kwargs) for runner, tactic in candidates]
         )

@@ -215,6 +215,32 @@ def timings_reduced_over(group: Any | None) -> Iterator[None]:
         set_autotune_process_group(before)
 
 
+BLOCKLIST_VARIABLE = "FLASHINFER_TACTICS_BLOCKLIST"
+
+
+def use_blocklist(path: Path) -> bool:
+    """Have FlashInfer leave out the tactics that ``path`` lists; only before the tuner's first use.
+
+    FlashInfer reads its variable once, when the tuner is created. A variable that the user set stands.
+    """
+    if os.environ.get(BLOCKLIST_VARIABLE) or not path.is_file():
+        return False
+    os.environ[BLOCKLIST_VARIABLE] = str(path)
+    return True
+
+
+def not_blocked(op_name: str, runner: Any, tactics: list[Any]) -> list[Any]:
+    """``tactics`` without those that the blocklist in force names (public `TacticsBlocklist.filter`)."""
+    from flashinfer.tactics_blocklist import TacticsBlocklist
+
+    path = os.environ.get(BLOCKLIST_VARIABLE)
+    blocklist = TacticsBlocklist()
+    if path and os.path.isfile(path):
+        with _quiet_logger():
+            blocklist.load(path)
+    return list(blocklist.filter(op_name, runner, tactics))
+
+
 def _autotune_v2() -> Any | None:
     try:
         from flashinfer.autotune_cache import autotune_v2

@@ -6,7 +6,6 @@ subsystem.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,6 +13,18 @@ import torch
 
 from sglang.srt.autotune.identity import EngineIdentity, Topology
 from sglang.srt.autotune.plan import Limits, Shape
+
+
+class OpProbe(Protocol):
+    """The tunable op of one layer on fixed inputs; local to the rank, no collective."""
+
+    def run(self) -> torch.Tensor:
+        """``[num_tokens, hidden]`` with whatever choice is in force; may be captured in a CUDA graph."""
+        ...
+
+    def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Up to ``max_rows`` row numbers and the op's result for them computed in float32."""
+        ...
 
 
 class Host(Protocol):
@@ -45,12 +56,8 @@ class Host(Protocol):
         """
         ...
 
-    def op_probe(self, num_tokens: int) -> Callable[[], torch.Tensor]:
-        """The tunable op of one layer on fixed inputs of ``num_tokens`` rows; local, no collective.
-
-        Returns:
-            A callable giving ``[num_tokens, hidden]``; it compares the tuned with the default choice.
-        """
+    def op_probe(self, num_tokens: int) -> OpProbe:
+        """The tunable op of one layer on inputs of ``num_tokens`` rows, which compares tuned with default choices."""
         ...
 
     def free_memory_bytes(self) -> int | None:

@@ -19,5 +19,9 @@ class StageSettings:
     include_prefill: bool = True
     cache_root: Path = Path("~/.cache/sglang")
     timeout_s: float = 600.0
+    #: off, finite or full.
+    verify: str = "finite"
+    #: Seconds of tuning after which no further step begins; 0 is no limit.
+    budget_s: float = 0.0
     #: Names the private record file of a start that reuses nothing; the same on all ranks.
     run_id: str = ""

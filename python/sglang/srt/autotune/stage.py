@@ -15,24 +15,24 @@ import torch
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.agreement import Agreement
-from sglang.srt.autotune.cache_phase import CachePhase
+from sglang.srt.autotune.cache_phase import CachePhase, blocklist_of
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.plan import Plan, Step, make_plan
 from sglang.srt.autotune.progress import Listener, StageProgress, print_table
+from sglang.srt.autotune.records.placement import sm_name
 from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport
 from sglang.srt.autotune.session import Session
 from sglang.srt.autotune.settings import StageSettings
-from sglang.srt.autotune.timer import OpTimer
-from sglang.srt.autotune.verify import Coverage, compare, coverage_of
+from sglang.srt.autotune.verify import Coverage, Verifier, coverage_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LEFT_OUT = "left out"
+LEFT_OUT, OVER_BUDGET = "left out", "over budget"
 SAME_FLAGS = "start every rank with the same flags"
 
 
@@ -112,7 +112,8 @@ class _Stage:
             with self._timed("steps"):
                 tuned = self._tune(todo, cache, journal)
             with self._timed("verification"):
-                self._verify(covered, tuned, cache, journal)
+                self._check_coverage(covered, cache, journal)
+                self._judge(tuned, cache)
         self._agree_on_winners(cache)
         cache.finish(plan, self.step_reports)
         self.report.status = "completed"
@@ -159,6 +160,7 @@ class _Stage:
         problem = None
         try:
             flashinfer_api.version()
+            self._use_blocklist()
             if self.host.device.type == "cuda":
                 flashinfer_api.load_timing_module()
         except TuningUnavailable as error:
@@ -167,6 +169,11 @@ class _Stage:
         for rank, answer in answers.items():
             if answer is not None:
                 raise TuningUnavailable(answer if self.agreement.is_alone else f"rank {rank}: {answer}")
+
+    def _use_blocklist(self) -> None:
+        blocklist = blocklist_of(self.settings.cache_root, sm_name(self.host.capability))
+        if blocklist.is_usable() and flashinfer_api.use_blocklist(blocklist.path):
+            logger.info("FlashInfer autotune leaves out the tactics listed in %s", blocklist.path)
 
     def _log_plan(self, plan: Plan) -> None:
         decode = [step.bucket for step in plan.steps if step.phase.value == "decode"]
@@ -279,16 +286,33 @@ class _Stage:
             self.settings.skip_ops,
             lambda times: alike.mean_times("times of the candidates", times),
         )
-        tuned = []
+        tuned: list[Step] = []
+        began = time.monotonic()
         progress = StageProgress(len(steps), visible=self.is_first and bool(steps), listener=self.listener)
         with progress, session:
             for step in steps:
                 progress.begin(step.name)
                 self.agreement.announce(f"step {step.name}")
+                if self._is_over_budget(step, began):
+                    continue
                 if self._with_headroom([step]) and self._tune_one(step, session, cache, journal):
                     tuned.append(step)
                 progress.end()
         return tuned
+
+    def _is_over_budget(self, step: Step, began: float) -> bool:
+        """Whether the budget is spent on some rank; then no rank begins this step."""
+        budget_s = self.settings.budget_s
+        if not budget_s:
+            return False
+        spent = self.agreement.gather(f"budget before step {step.name}", time.monotonic() - began)
+        if max(spent.values()) < budget_s:
+            return False
+        self.step_reports[step].source = OVER_BUDGET
+        self.step_reports[
+            step
+        ].note = f"--flashinfer-autotune-budget {budget_s:g} s was spent; the next start goes on"
+        return True
 
     def _tune_one(self, step: Step, session: Session, cache: CachePhase, journal: Journal) -> bool:
         step_report, began = self.step_reports[step], time.monotonic()
@@ -308,15 +332,12 @@ class _Stage:
 
     # verification ----------------------------------------------------------------------------------------
 
-    def _verify(
-        self, covered: dict[Step, Coverage], tuned: list[Step], cache: CachePhase, journal: Journal
-    ) -> None:
-        """Every step finds only records with tuning off; what was tuned is compared with the default."""
-        self.agreement.announce("verifying")
+    def _check_coverage(self, covered: dict[Step, Coverage], cache: CachePhase, journal: Journal) -> None:
+        """Every step finds only records with tuning off; a lookup that falls back is counted."""
+        self.agreement.announce("checking that every step finds its records")
         asked_and_skipped: set[str] = set()
-        timer = OpTimer(self.host.device)
         for step, step_report in self.step_reports.items():
-            if self._is_left_out(step):
+            if step_report.source in (LEFT_OUT, OVER_BUDGET):
                 continue
             coverage = covered.get(step)
             if coverage is not None:
@@ -330,21 +351,33 @@ class _Stage:
                 self.report.fallback_details.append(
                     FallbackReport(fallback.op_name, step.name, fallback.shapes)
                 )
-            if step in tuned:
-                comparison = compare(self.host, step, timer)
-                step_report.default_ms, step_report.tuned_ms = comparison.default_ms, comparison.tuned_ms
-                step_report.relative_error = comparison.relative_error
-                if not comparison.within_tolerance:
-                    step_report.note = (
-                        "the tuned output is not finite"
-                        if not comparison.finite
-                        else f"the tuned output differs from the default's by {comparison.relative_error:.2e}"
-                    )
-                    self.report.warnings.append(f"step {step.name}: {step_report.note}")
             step_report.winners = cache.winners_at(step.bucket)
         self.report.fallbacks = len(self.report.fallback_details)
         never = [op for op in self.settings.skip_ops if op not in asked_and_skipped]
         self.report.skipped_ops["never_asked"] = never
+
+    def _judge(self, tuned: list[Step], cache: CachePhase) -> None:
+        """What was tuned is compared with the default; a choice that is wrong or slower goes back to it."""
+        self.agreement.announce("comparing tuned with default")
+        alike = self.agreement.within(self.host.topology.alike, "verdicts")
+        verifier = Verifier(self.host, self.settings.verify, alike)
+        for step in tuned:
+            if self.step_reports[step].source == LEFT_OUT:
+                continue
+            verdict, step_report = verifier.judge(step), self.step_reports[step]
+            step_report.default_ms, step_report.tuned_ms = verdict.default_ms, verdict.tuned_ms
+            step_report.relative_error = verdict.relative_error
+            if verdict.fault is None:
+                continue
+            if verdict.wrong_ops:
+                cache.block(step, verdict.wrong_ops, verdict.fault)
+                logger.error(
+                    "FlashInfer autotune, step %s: %s; back to the default", step.name, verdict.fault
+                )
+            cache.back_to_default(step, verdict.wrong_ops or self.host.op_names)
+            step_report.tuned_ms = verdict.default_ms
+            step_report.note = f"{verdict.fault}: back to the default"
+            step_report.winners = cache.winners_at(step.bucket)
 
     def _agree_on_winners(self, cache: CachePhase) -> None:
         """Ranks that must choose alike compare what they chose; the lowest rank's choice repairs a difference."""
@@ -373,7 +406,9 @@ class _Stage:
     def _summary(self, todo: list[Step]) -> str:
         if not todo:
             return "every step was covered by records"
-        return f"{self.report.profiles_tuned} profiles tuned in {len(todo)} steps"
+        left = sum(report.source == OVER_BUDGET for report in self.step_reports.values())
+        rest = f", {left} steps left to the next start" if left else ""
+        return f"{self.report.profiles_tuned} profiles tuned in {len(todo) - left} steps{rest}"
 
     def conclude(self) -> None:
         """Gather what each rank did, log the end, write the report file."""

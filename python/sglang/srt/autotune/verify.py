@@ -1,26 +1,30 @@
 """Whether what was tuned is used, right, and faster.
 
-Coverage: each step's forward runs with tuning off and must find only records; a lookup that falls back is
-counted with its op and bucket. Comparison: the op of one layer runs with the tuned and with the default
-choice on the same inputs; outputs must be finite and agree within the dtype's tolerance.
+Coverage: a step's forward runs with tuning off and must find only records; a lookup that falls back is counted
+with its op and bucket. Comparison: the op of one layer runs with the tuned and with the default choice on the same
+inputs. A choice that is wrong or slower goes back to the default at once, for all ranks that choose alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from sglang.srt.autotune import flashinfer_api
-from sglang.srt.autotune.host import Host
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.host import Host, OpProbe
 from sglang.srt.autotune.plan import Step
 from sglang.srt.autotune.timer import OpTimer
 
-#: Largest relative error (norm of the difference over norm of the default's output) between two correct
-#: choices. BF16: 0.3-0.6% was measured between FlashInfer's default and tuned tactics on an H200, another
-#: summation order; the bound leaves room for longer reductions.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+#: Largest relative error (norm of the difference over norm of the reference) of a correct choice. BF16: 0.3-0.6%
+#: was measured between FlashInfer's default and tuned tactics on an H200, another summation order.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+#: A tuned choice is slower when it loses by more than this share, twice in a row.
+NOISE = {"cuda": 0.03, "cpu": 0.10}
+#: Rows that are compared with the float32 reference under ``full``.
+REFERENCE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,6 @@ class Coverage:
         return not self.fallbacks
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Tuned against default for one step: times per layer, and the relative difference of the outputs."""
-
-    default_ms: float
-    tuned_ms: float
-    relative_error: float
-    finite: bool
-    within_tolerance: bool
-
-
 def coverage_of(host: Host, step: Step, skip_ops: Sequence[str]) -> Coverage:
     """Run the step's forward with tuning off and report every lookup that fell back."""
     with flashinfer_api.observed() as lookups, flashinfer_api.only_defaults(skip_ops):
@@ -53,16 +46,102 @@ def coverage_of(host: Host, step: Step, skip_ops: Sequence[str]) -> Coverage:
     return Coverage(tuple(lookups.fallbacks), frozenset(lookups.skipped_ops))
 
 
-def compare(host: Host, step: Step, timer: OpTimer) -> Comparison:
-    """Time and compare the op of one layer at the step's bucket, tuned and default."""
-    run = host.op_probe(step.bucket)
-    with flashinfer_api.observed():
-        tuned = run().float()
-        tuned_ms = timer.measure_ms(run)
-        with flashinfer_api.only_defaults(host.op_names):
-            default = run().float()
-            default_ms = timer.measure_ms(run)
-    finite = bool(torch.isfinite(tuned).all())
-    error = float((tuned - default).norm() / default.norm().clamp_min(1e-20)) if finite else float("inf")
-    tolerance = TOLERANCE.get(host.probe_dtype, TOLERANCE[torch.bfloat16])
-    return Comparison(default_ms, tuned_ms, error, finite, finite and error <= tolerance)
+@dataclass(frozen=True)
+class Verdict:
+    """Tuned against default at one step, the same on all ranks that choose alike.
+
+    Times are milliseconds of the op of one layer. ``fault`` says in words why the tuned choice must go; then
+    ``wrong_ops`` are the ops to blame for a wrong output (none when it is merely slower).
+    """
+
+    default_ms: float
+    tuned_ms: float
+    relative_error: float
+    fault: str | None = None
+    wrong_ops: tuple[str, ...] = field(default=())
+
+
+class Verifier:
+    """Compares tuned with default choices. ``level``: off (times only), finite, or full (see `docs/autotune.md`)."""
+
+    def __init__(self, host: Host, level: str, alike: Agreement) -> None:
+        self._host, self._level, self._alike = host, level, alike
+        self._timer = OpTimer(host.device)
+        self._noise = NOISE["cuda" if host.device.type == "cuda" else "cpu"]
+        self._tolerance = TOLERANCE.get(host.probe_dtype, TOLERANCE[torch.bfloat16])
+
+    def judge(self, step: Step) -> Verdict:
+        """Check the step's choice; every rank that chooses alike calls this together."""
+        with flashinfer_api.observed():
+            probe = self._host.op_probe(step.bucket)
+            error = 0.0 if self._level == "off" else self._error(probe)
+            if self._level == "full":
+                error = max([error, self._reference_error(probe), *map(self._edge_error, edges(step.bucket))])
+            errors = self._alike.gather(f"errors of {step.name}", error if error < float("inf") else None)
+            times = self._times(step, probe)
+            worst = max(float("inf") if e is None else e for e in errors.values())
+            if worst > self._tolerance:
+                return Verdict(*times, worst, self._words(worst), self._ops_to_blame(probe))
+            if self._is_slower(times):
+                times = self._times(step, probe)
+                if self._is_slower(times):
+                    fault = f"tuned was slower than the default ({times[1]:.4g} against {times[0]:.4g} ms)"
+                    return Verdict(*times, worst, fault)
+        return Verdict(*times, worst)
+
+    def _times(self, step: Step, probe: OpProbe) -> tuple[float, float]:
+        tuned_ms = self._timer.measure_ms(probe.run)
+        with flashinfer_api.only_defaults(self._host.op_names):
+            default_ms = self._timer.measure_ms(probe.run)
+        mean = self._alike.mean_times(f"default and tuned time of {step.name}", [default_ms, tuned_ms])
+        return mean[0], mean[1]
+
+    def _is_slower(self, times: tuple[float, float]) -> bool:
+        default_ms, tuned_ms = times
+        return tuned_ms > default_ms * (1 + self._noise)
+
+    def _error(self, probe: OpProbe) -> float:
+        tuned = probe.run().float()
+        with flashinfer_api.only_defaults(self._host.op_names):
+            default = probe.run().float()
+        return relative_error(tuned, default)
+
+    def _reference_error(self, probe: OpProbe) -> float:
+        rows, reference = probe.reference(REFERENCE_ROWS)
+        return relative_error(probe.run()[rows].float(), reference)
+
+    def _edge_error(self, num_tokens: int) -> float:
+        return self._error(self._host.op_probe(num_tokens))
+
+    def _ops_to_blame(self, probe: OpProbe) -> tuple[str, ...]:
+        """The ops whose default alone mends the output; all of them when no single one does."""
+        blamed = []
+        for op in self._host.op_names:
+            with flashinfer_api.only_defaults([op]):
+                mended = probe.run().float()
+            with flashinfer_api.only_defaults(self._host.op_names):
+                default = probe.run().float()
+            if relative_error(mended, default) <= self._tolerance:
+                blamed.append(op)
+        answers = self._alike.gather("ops to blame", blamed)
+        return tuple(
+            op for op in self._host.op_names if any(op in answer for answer in answers.values())
+        ) or (self._host.op_names)
+
+    def _words(self, error: float) -> str:
+        if error == float("inf"):
+            return "the tuned output is not finite"
+        return f"the tuned output is off by {error:.2e}, more than {self._tolerance:g}"
+
+
+def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    """``|t - r| / |r|`` over all elements; infinite when ``tensor`` holds anything that is not finite."""
+    if not bool(torch.isfinite(tensor).all()):
+        return float("inf")
+    return float((tensor - reference).norm() / reference.norm().clamp_min(1e-20))
+
+
+def edges(bucket: int) -> list[int]:
+    """Token counts served by ``bucket`` that are worth a look: just below it, just above half of it, and an odd one."""
+    inside = {bucket - 1, bucket // 2 + 1, (bucket * 3 // 4) | 1}
+    return sorted(n for n in inside if bucket // 2 < n < bucket)
