@@ -18,8 +18,8 @@ from sglang.srt.managers.io_struct import (
     Shutdown,
     TokenizedRequest,
 )
-from sglang.srt.managers.schedule_batch import RequestMemory
-from sglang.srt.managers.schedule_policy import PrefillLimits
+from sglang.srt.managers.schedule_batch import Req, RequestMemory
+from sglang.srt.managers.schedule_policy import PrefillLimits, pick_retracted
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool, TokenAllocator
 from sglang.srt.model_executor.forward_batch import ForwardMode
@@ -49,12 +49,15 @@ class FakeDevice:
         self.modes: list[ForwardMode] = []
         self.batch_sizes: list[int] = []
         self.num_tokens: list[int] = []
+        self.prefilled: list[str] = []
 
     def execute(self, forward_batch, reqs):
         assert len(reqs) == forward_batch.batch_size
         self.modes.append(forward_batch.mode)
         self.batch_sizes.append(forward_batch.batch_size)
         self.num_tokens.append(forward_batch.num_tokens)
+        if forward_batch.mode is ForwardMode.EXTEND:
+            self.prefilled += [req.rid for req in reqs]
         self.kv[forward_batch.out_cache_loc] = forward_batch.input_ids
         rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens_cpu, strict=True)
         return [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
@@ -125,6 +128,12 @@ class Bench:
     def assert_all_is_free(self):
         assert self.allocator.available() == self.allocator.num_tokens
         assert self.pool.available() == self.pool.size
+
+
+def request(rid: str, num_cached: int) -> Req:
+    req = Req(rid, prompt(1, num_cached), SamplingParams(), incremental=False, max_total_tokens=100)
+    req.num_cached = num_cached
+    return req
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -201,14 +210,22 @@ def test_a_full_pool_puts_the_latest_request_back_and_its_tokens_stay_the_same()
     bench.assert_all_is_free()
 
 
-def test_the_first_request_finishes_first_when_memory_is_short():
-    bench = Bench(num_slots=50, context_len=50, max_running=4)
-    finished = []
-    bench.scheduler._send = lambda message: finished.extend(o.rid for o in message.outputs if o.finish_reason)
-    for i in range(4):
-        bench.add(f"r{i}", prompt(i, 5), num_new=40)
+def test_the_latest_requests_are_put_back_and_no_more_than_needed():
+    running = [request(f"r{i}", 10) for i in range(4)]
+    assert [req.rid for req in pick_retracted(running, num_available_tokens=4)] == []
+    assert [req.rid for req in pick_retracted(running, num_available_tokens=3)] == ["r3"]
+    for req in running:
+        req.num_cached = 1
+    assert [req.rid for req in pick_retracted(running, num_available_tokens=0)] == ["r3", "r2"]
+
+
+def test_a_request_that_was_put_back_goes_before_those_that_never_ran():
+    bench = Bench(num_slots=42, context_len=42, max_running=2, chunk=64)
+    for i in range(3):
+        bench.add(f"r{i}", prompt(i, 5), num_new=20)
     bench.run()
-    assert finished == ["r0", "r1", "r2", "r3"]
+    assert bench.state().num_retractions == 1
+    assert bench.device.prefilled == ["r0", "r1", "r1", "r2"]
 
 
 def test_an_end_token_stops_unless_it_is_ignored():
