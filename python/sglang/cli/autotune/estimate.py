@@ -1,0 +1,55 @@
+"""How long a start's tuning will take: from an earlier start here where there was one, else from a measured rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: One H200, BF16, Qwen3-30B-A3B geometry: 21 buckets to 8192 tokens took 10 to 12 s, one by one.
+GPU_STEP_S = 0.55
+#: One core of a server CPU, the built-in model: its largest steps (2048 tokens) take most of it.
+CPU_STEP_S = 0.35
+#: One H200, FP8: workers that compile the 38 candidates of every capacity, and the compilation of each winner.
+MEGAMOE_START_S, MEGAMOE_CAPACITY_S, MEGAMOE_WARM_CAPACITY_S = 14.0, 12.0, 2.5
+#: Loading records and the check that they cover every step.
+WARM_S = 1.0
+
+
+def estimate(
+    *,
+    num_steps: int,
+    num_capacities: int,
+    seconds_per_step: float | None,
+    device: str,
+    gpu: str | None,
+    will_run: bool,
+) -> dict[str, Any]:
+    """``seconds`` and, in words, what the number stands on.
+
+    ``num_steps`` counts the steps that will be tuned, ``num_capacities`` the MegaMoE capacities (0 without
+    MegaMoE); ``seconds_per_step`` is what an earlier start took here.
+    """
+    if not will_run:
+        return {"seconds": 0.0, "basis": "the stage is skipped"}
+    seconds, words = WARM_S, []
+    if num_steps == 0:
+        words.append("every step is covered by records; they are loaded and checked")
+        seconds += MEGAMOE_WARM_CAPACITY_S * num_capacities
+    else:
+        pace = seconds_per_step or (CPU_STEP_S if device == "cpu" else GPU_STEP_S)
+        seconds += pace * num_steps
+        words.append(f"{num_steps} steps at {pace:.2g} s, {_source(seconds_per_step, device, gpu)}")
+        if num_capacities:
+            seconds += MEGAMOE_START_S + MEGAMOE_CAPACITY_S * num_capacities
+    if num_capacities:
+        words.append(f"{num_capacities} MegaMoE capacities, as measured on one H200")
+    return {"seconds": round(seconds, 1), "basis": "; ".join(words)}
+
+
+def _source(seconds_per_step: float | None, device: str, gpu: str | None) -> str:
+    if seconds_per_step is not None:
+        return "the pace of the last start here"
+    if device == "cpu":
+        return "as measured with the built-in model; a larger model takes longer"
+    if gpu is not None and "H200" in gpu:
+        return "as measured with Qwen3-30B-A3B"
+    return "as measured on an H200 with Qwen3-30B-A3B; not measured on this GPU"
