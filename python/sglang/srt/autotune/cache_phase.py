@@ -23,7 +23,7 @@ from sglang.srt.autotune.records.placement import cache_path_of, sm_name
 from sglang.srt.autotune.records.record import RecordKey, StepEntry, parse_key
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
-from sglang.srt.autotune.report import StageReport, StepReport
+from sglang.srt.autotune.report import StageReport, StepReport, rejections
 from sglang.srt.autotune.settings import StageSettings
 
 logger = logging.getLogger(__name__)
@@ -199,9 +199,9 @@ class CachePhase:
         assert loaded, "FlashInfer refused a file that carries this process's own stamp"
 
     def _report_problems(self, source: str, loaded: LoadedRecords) -> None:
-        for reason in loaded.problems:
-            self._report.records.rejected.append({"source": source, "path": loaded.path, "reason": reason})
-            logger.warning("FlashInfer autotune does not use a record: %s", reason)
+        for problem in rejections(source, loaded):
+            self._report.records.rejected.append(problem)
+            logger.warning("FlashInfer autotune does not use a record: %s", problem["reason"])
 
     def _keys_at(self, bucket: int) -> set[str]:
         keys = set()

@@ -1,18 +1,27 @@
 """What the stage did, as one JSON document.
 
-The same object goes to the report file and under ``autotune`` in ``GET /server_info``. Its schema is
-documented in `docs/autotune.md`; `SCHEMA` changes when a field changes its meaning or goes away.
+The same object goes to the report file, beside the records and under ``autotune`` in ``GET /server_info``. Its
+schema is documented in `docs/autotune.md`; `SCHEMA` changes when a field changes its meaning or goes away.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.autotune.host import Host
+    from sglang.srt.autotune.records.store import LoadedRecords
+
+logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+REPORT_NAME = "report.json"
+"""The file beside the records: the report of the last start that tuned something."""
 
 
 @dataclass
@@ -21,7 +30,7 @@ class StepReport:
 
     phase: str
     num_tokens: int
-    source: str = "pending"  # seeded, user, given, tuned, mixed, left out, untuned
+    source: str = "pending"  # seeded, user, given, tuned, mixed, left out, over budget, untuned
     seconds: float = 0.0
     default_ms: float | None = None
     tuned_ms: float | None = None
@@ -29,6 +38,10 @@ class StepReport:
     profiles_tuned: int = 0
     winners: dict[str, str] = field(default_factory=dict)
     note: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase} {self.num_tokens}"
 
     @property
     def speedup(self) -> float | None:
@@ -62,6 +75,7 @@ class StageReport:
     status: str = "failed"
     reason: str = ""
     seconds: float = 0.0
+    engine: dict[str, Any] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     steps: list[StepReport] = field(default_factory=list)
     records: RecordCounts = field(default_factory=RecordCounts)
@@ -88,3 +102,73 @@ class StageReport:
         scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         scratch.write_text(json.dumps(self.to_json(), indent=2) + "\n")
         os.replace(scratch, path)
+
+    def save(self, report_path: Path | None) -> None:
+        """Write to the file that the user named, and beside the records when they have changed. Never raises."""
+        if report_path is not None:
+            try:
+                self.write(report_path)
+            except OSError as error:
+                logger.error("--flashinfer-autotune-report %s cannot be written: %s", report_path, error)
+        if self.cache_path is not None and self.profiles_tuned:
+            try:
+                self.write(Path(self.cache_path).with_name(REPORT_NAME))
+            except OSError as error:
+                logger.warning("The autotune report cannot be kept beside the records: %s", error)
+
+
+def describe_engine(host: Host) -> dict[str, Any]:
+    """What was tuned for: the report's ``engine``."""
+    identity, capability = host.identity, host.capability
+    return {
+        "device": host.device.type,
+        "capability": None if capability is None else list(capability),
+        "model": dict(identity.model),
+        "dtype": identity.dtype,
+        "quantization": identity.quantization,
+        "backends": dict(identity.backends),
+        "parallel": dict(identity.parallel),
+        "ops": list(host.op_names),
+    }
+
+
+def rejections(source: str, loaded: LoadedRecords) -> list[dict[str, str]]:
+    """Everything in a file that is not used, each with its ``kind``: file, environment or entry."""
+    kinds = ["file"] * (loaded.rejected_file is not None)
+    kinds += ["environment"] * (not loaded.environment.matches)
+    kinds += ["entry"] * len(loaded.rejected)
+    return [
+        {"source": source, "path": loaded.path, "kind": kind, "reason": reason}
+        for kind, reason in zip(kinds, loaded.problems, strict=True)
+    ]
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """The document at ``path``: a report file, or a directory whose newest report is taken.
+
+    Raises:
+        ValueError: there is none, or it is not one that this version reads; the file is named.
+    """
+    if path.is_dir():
+        path = newest_report(path)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a report: {error}") from error
+    if not isinstance(document, dict) or not isinstance(document.get("steps"), list):
+        raise ValueError(f"{path} is not an autotune report (a record file? see `sglang autotune show`)")
+    if document.get("schema") != SCHEMA:
+        raise ValueError(
+            f"{path} has report schema {document.get('schema')!r}; this version reads {SCHEMA}: tune again"
+        )
+    return document
+
+
+def newest_report(directory: Path) -> Path:
+    """The most recent ``report.json`` at or below ``directory``; `ValueError` when there is none."""
+    found = [path for path in directory.rglob(REPORT_NAME) if path.is_file()]
+    if not found:
+        raise ValueError(f"there is no {REPORT_NAME} in or below {directory}")
+    return max(found, key=lambda path: path.stat().st_mtime)

@@ -23,7 +23,7 @@ from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.plan import Plan, Step, make_plan
 from sglang.srt.autotune.progress import Listener, StageProgress, print_table
 from sglang.srt.autotune.records.placement import sm_name
-from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport
+from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport, describe_engine
 from sglang.srt.autotune.session import Session
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.verify import Coverage, Verifier, coverage_of
@@ -56,19 +56,28 @@ def run_stage(
         StepFailed: a step failed in a forward that other ranks take part in.
     """
     started = time.monotonic()
-    report = StageReport()
+    report = StageReport(engine=describe_engine(host))
     stage = _Stage(host, settings, agreement, report, listener)
     try:
         stage.run()
     except TuningUnavailable as error:
         report.status, report.reason = "failed", str(error)
-        logger.error("FlashInfer autotune failed, serving untuned: %s", error)
+        if stage.is_first:
+            logger.error("FlashInfer autotune failed, serving untuned: %s", error)
     except Exception as error:
         agreement.fail(f"{type(error).__name__}: {error}")
         raise
     report.seconds = time.monotonic() - started
     stage.conclude()
     return report
+
+
+def is_peer_failure(error: Exception) -> bool:
+    """Whether a collective failed because another rank is gone: that says nothing against the step here."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed"))
 
 
 class _Stage:
@@ -91,7 +100,8 @@ class _Stage:
         decision = self._decide()
         if not decision.run:
             self.report.status, self.report.reason = "skipped", decision.reason
-            logger.info("FlashInfer autotune skipped: %s", decision.reason)
+            if self.is_first:
+                logger.info("FlashInfer autotune skipped: %s", decision.reason)
             return
 
         plan = self._plan()
@@ -237,7 +247,8 @@ class _Stage:
             return forward()
         except Exception as error:
             message = f"{type(error).__name__}: {str(error)[:300]}"
-            journal.failed(step.name, message)
+            if not (is_peer_failure(error) and not self.agreement.is_alone):
+                journal.failed(step.name, message)
             if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
                 self._leave_out(step, f"out of memory: {message}")
                 return None
@@ -447,13 +458,7 @@ class _Stage:
                 report.fallbacks,
                 report.cache_path,
             )
-        if self.settings.report_path is not None:
-            try:
-                report.write(self.settings.report_path)
-            except OSError as error:
-                logger.error(
-                    "--flashinfer-autotune-report %s cannot be written: %s", self.settings.report_path, error
-                )
+        report.save(self.settings.report_path)
 
     def _timed(self, name: str) -> _Stopwatch:
         return _Stopwatch(lambda seconds: self.report.timings.__setitem__(name, round(seconds, 4)))
