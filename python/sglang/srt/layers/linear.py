@@ -109,7 +109,7 @@ class QKVParallelLinear(Linear):
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views `[T, num_heads, head_dim]`, `[T, num_kv_heads, head_dim]` twice, of what `forward` returned."""
-        heads = qkv.view(qkv.shape[0], -1, self.head_dim)
+        heads = qkv.unflatten(1, (-1, self.head_dim))
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         return q, k, v
 

@@ -86,7 +86,7 @@ class Sampler:
         """
         if info.all_greedy:
             return logits.argmax(dim=-1)
-        sampled = _sample(_probabilities(logits, info), uniform(info.seeds, positions))
+        sampled = invert_cdf(_probabilities(logits, info), uniform(info.seeds, positions))
         if info.any_greedy:
             sampled = torch.where(info.greedy, logits.argmax(dim=-1), sampled)
         return sampled
@@ -113,7 +113,7 @@ def _probabilities(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
     return probs if keep is None else probs.masked_fill(~keep, 0.0)
 
 
-def _sample(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The token of each row `[B, V]` of weights at which their cumulative share passes `draws` `[B]` in [0,
     1).
     """

@@ -66,7 +66,8 @@ def fill_with_dummy_weights(model: CausalLM, seed: int) -> None:
         if param.dim() < 2:
             continue
         generator = torch.Generator(device=param.device)
-        generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        # 32 bits: the CPU generator ignores those above.
+        generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
         param.data.uniform_(-bound, bound, generator=generator)
 
 

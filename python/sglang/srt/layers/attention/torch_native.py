@@ -96,7 +96,7 @@ class TorchNativeAttention(AttentionBackend):
             self._attend_decode(q, out, group, layer)
         for sequence in self._extend:
             self._attend_extend(q, k, v, out, sequence, layer)
-        return out.view(q.shape[0], -1)
+        return out.flatten(1)
 
     def _attend_decode(
         self, q: torch.Tensor, out: torch.Tensor, group: DecodeGroup, layer: AttentionLayer
