@@ -1,0 +1,124 @@
+"""`sglang autotune diff`: what two record files choose differently, and how their times compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.cli.autotune.common import (
+    add_row,
+    bucket_of,
+    by_op_and_bucket,
+    milliseconds,
+    new_table,
+    op_of,
+    print_json,
+    print_table,
+    read_records,
+    tactic_words,
+)
+from sglang.srt.autotune.records.document import Document
+from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
+from sglang.srt.autotune.records.record import Record
+from sglang.srt.flags import FlagParser
+
+
+def parser() -> FlagParser:
+    result = FlagParser(
+        prog="sglang autotune diff",
+        description="Compare two record files. Exit code 0 when they choose the same, 1 when they do not.",
+    )
+    result.add_argument("old", type=Path, metavar="OLD", help="A record file.")
+    result.add_argument("new", type=Path, metavar="NEW", help="The record file to compare with it.")
+    result.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parser().parse_strictly(argv)
+    old, new = read_records(args.old), read_records(args.new)
+    changes = list(_record_changes(old, new))
+    environment = list(_environment_changes(old, new))
+    namespaces = list(_namespace_changes(old.namespaces, new.namespaces))
+    if args.json:
+        print_json({"environment": environment, "records": changes, "namespaces": namespaces})
+    else:
+        _print(changes, environment, namespaces, len(old.records.keys() & new.records.keys()))
+    return 1 if changes or namespaces else 0
+
+
+def _record_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:
+    both = {**old.records, **new.records}
+    for record in by_op_and_bucket(both.values()):
+        before, after = old.records.get(record.key), new.records.get(record.key)
+        if before is None or after is None:
+            change = "added" if before is None else "removed"
+        elif before.same_choice(after):
+            continue
+        else:
+            change = "changed"
+        yield {
+            "change": change,
+            "key": record.key,
+            "op": op_of(record),
+            "bucket": bucket_of(record),
+            "old": _choice(before),
+            "new": _choice(after),
+            "old_ms": before.tuned_ms if before else None,
+            "new_ms": after.tuned_ms if after else None,
+        }
+
+
+def _choice(record: Record | None) -> str | None:
+    return None if record is None else f"{record.runner} {tactic_words(record.tactic)}"
+
+
+def _environment_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:
+    before, after = old.metadata or {}, new.metadata or {}
+    for name in ENVIRONMENT_FIELDS:
+        if before.get(name) != after.get(name):
+            yield {"field": name, "old": before.get(name), "new": after.get(name)}
+
+
+def _namespace_changes(
+    old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for name in sorted({*old, *new}):
+        before, after = old.get(name, {}), new.get(name, {})
+        for key in sorted({*before, *after}):
+            if before.get(key) != after.get(key):
+                change = "added" if key not in before else "removed" if key not in after else "changed"
+                yield {"change": change, "namespace": name, "key": key}
+
+
+def _print(
+    changes: list[dict[str, Any]],
+    environment: list[dict[str, Any]],
+    namespaces: list[dict[str, Any]],
+    num_common: int,
+) -> None:
+    for item in environment:
+        print(f"{item['field']}: {item['old'] or 'not recorded'} -> {item['new'] or 'not recorded'}")
+    if changes:
+        columns = ("change", "op", "bucket", "old", "new", "old ms", "new ms", "time")
+        table = new_table("", *columns, right=("bucket", "old ms", "new ms", "time"))
+        for item in changes:
+            times = milliseconds(item["old_ms"]), milliseconds(item["new_ms"])
+            choices = item["old"] or "-", item["new"] or "-"
+            add_row(table, item["change"], item["op"], item["bucket"], *choices, *times, _ratio(item))
+        print_table(table)
+    for item in namespaces:
+        print(f"{item['change']} in namespace {item['namespace']}: {item['key']}")
+    num_changed = sum(item["change"] == "changed" for item in changes)
+    num_added = sum(item["change"] == "added" for item in changes)
+    num_removed = sum(item["change"] == "removed" for item in changes)
+    print(
+        f"{num_common - num_changed} the same, {num_changed} changed, {num_added} added, {num_removed} removed"
+    )
+
+
+def _ratio(item: dict[str, Any]) -> str:
+    if not item["old_ms"] or not item["new_ms"]:
+        return "-"
+    return f"{100 * (item['new_ms'] / item['old_ms'] - 1):+.1f}%"
