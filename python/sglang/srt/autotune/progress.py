@@ -1,17 +1,21 @@
 """What a person sees while the stage runs: one bar over steps on a terminal, a line now and then elsewhere.
 
-Only rank 0 shows anything; every rank hands the same facts to the engine for ``/server_info``.
+Only rank 0 shows anything; every rank hands the same facts to the engine for ``/server_info``. A step may take
+minutes where kernels are built first, so the lines come from a thread: silence would read as a hang.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -29,12 +33,17 @@ logger = logging.getLogger(__name__)
 
 #: Between two lines where there is no terminal.
 LINE_INTERVAL_S = 10.0
+#: Width of the table where there is no terminal to ask.
+PLAIN_WIDTH = 100
 
 Listener = Callable[[dict[str, Any]], None]
 
 
 class StageProgress:
-    """Counts steps towards ``total``; use as a context manager around them."""
+    """Counts steps towards ``total``; use as a context manager around them.
+
+    ``begin`` names what is being done, ``end`` counts it as done. ``listener`` hears both, on every rank.
+    """
 
     def __init__(
         self,
@@ -44,11 +53,14 @@ class StageProgress:
         listener: Listener | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
+        line_interval_s: float = LINE_INTERVAL_S,
     ) -> None:
         self.total, self.done, self.current = total, 0, ""
         self._visible, self._listener, self._clock = visible, listener, clock
-        self._started = self._last_line = clock()
+        self._line_interval_s = line_interval_s
+        self._started = self._step_started = clock()
         self._console = console or Console(file=sys.stderr)
+        self._stack = contextlib.ExitStack()
         self._bar: Progress | None = None
 
     def __enter__(self) -> StageProgress:
@@ -64,17 +76,19 @@ class StageProgress:
                 transient=True,
             )
             self._task = self._bar.add_task("steps", total=self.total, current="")
-            self._bar.start()
+            self._stack.enter_context(self._bar)
+            self._stack.enter_context(_logs_above_the_bar())
+        elif self._visible:
+            self._stack.enter_context(_repeated(self._log_line, self._line_interval_s))
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._stack.close()
 
     def begin(self, step: str) -> None:
-        self.current = step
+        self.current, self._step_started = step, self._clock()
         if self._bar is not None:
             self._bar.update(self._task, current=step)
         self._tell()
@@ -83,16 +97,6 @@ class StageProgress:
         self.done += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done)
-        elif self._visible and self._clock() - self._last_line >= LINE_INTERVAL_S and self.done < self.total:
-            self._last_line = self._clock()
-            logger.info(
-                "FlashInfer autotune: %d of %d steps, %.0f s elapsed, about %.0f s left (now %s)",
-                self.done,
-                self.total,
-                self.elapsed_s,
-                self.remaining_s,
-                self.current,
-            )
         self._tell()
 
     @property
@@ -103,6 +107,17 @@ class StageProgress:
     def remaining_s(self) -> float:
         """At the pace so far; 0 before the first step is done."""
         return self.elapsed_s / self.done * (self.total - self.done) if self.done else 0.0
+
+    def _log_line(self) -> None:
+        logger.info(
+            "FlashInfer autotune: %d of %d steps, %.0f s elapsed%s, %.0f s at %s",
+            self.done,
+            self.total,
+            self.elapsed_s,
+            f", about {self.remaining_s:.0f} s left" if self.done else "",
+            self._clock() - self._step_started,
+            self.current or "its beginning",
+        )
 
     def _tell(self) -> None:
         if self._listener is not None:
@@ -117,24 +132,68 @@ class StageProgress:
             )
 
 
-def step_table(report: StageReport) -> Table:
-    """The steps as a table: what was chosen from where, and what it gains."""
-    table = Table(title="FlashInfer autotune", title_justify="left")
+def step_table(report: StageReport, *, plain: bool = False) -> Table:
+    """The steps as a table: what was chosen from where, and what it gains. ``plain`` draws no frame."""
+    table = Table(
+        title="FlashInfer autotune, one layer's MoE op",
+        title_justify="left",
+        box=None if plain else box.SIMPLE_HEAD,
+    )
     for name in ("step", "default ms", "tuned ms", "speedup", "source"):
-        table.add_column(name, justify="left" if name in ("step", "source") else "right")
+        table.add_column(name, justify="left" if name in ("step", "source") else "right", no_wrap=True)
     for step in report.steps:
         table.add_row(
-            f"{step.phase} {step.num_tokens}",
+            step.name,
             _number(step.default_ms, 3),
             _number(step.tuned_ms, 3),
             "" if step.speedup is None else f"{step.speedup:.2f}x",
-            step.source + (f" ({step.note})" if step.note else ""),
+            step.source + (" *" if step.note else ""),
         )
     return table
 
 
 def print_table(report: StageReport, console: Console | None = None) -> None:
-    (console or Console(file=sys.stderr)).print(step_table(report))
+    """The table, and below it a line for every step that has a note."""
+    console = console or Console(file=sys.stderr)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
+    console.print(step_table(report, plain=not console.is_terminal), highlight=False)
+    for step in report.steps:
+        if step.note:
+            console.print(f"* {step.name}: {step.note}", highlight=False, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _repeated(act: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Call ``act`` every ``interval_s`` seconds, from a thread, until the block ends."""
+    over = threading.Event()
+
+    def run() -> None:
+        while not over.wait(interval_s):
+            act()
+
+    thread = threading.Thread(target=run, name="autotune-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _logs_above_the_bar() -> Iterator[None]:
+    """Send log lines through the stream that rich put in place of stderr, so that they do not tear the bar."""
+    moved: list[tuple[logging.StreamHandler[Any], Any]] = []
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is sys.__stderr__:
+            moved.append((handler, handler.stream))
+            handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)
 
 
 def _number(value: float | None, digits: int) -> str:
