@@ -174,7 +174,7 @@ def test_gsm8k_asks_the_problems_after_the_shots(serve, tmp_path, api):
     [
         (["--eval-name", "gsm8k"], "--data-path"),
         (["--eval-name", "gsm8k", "--data-path", "/nonexistent"], "--data-path"),
-        (["--num-examples", "100000", "--model", "m"], "--num-examples"),
+        (["--num-examples", "100000"], "--num-examples"),
     ],
 )
 def test_unusable_flags_are_named(argv, flag, capsys):

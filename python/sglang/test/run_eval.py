@@ -83,10 +83,9 @@ class ServerClient:
         return "200", text or ""
 
 
-def run(client: ServerClient, task: Eval, args: argparse.Namespace) -> dict:
-    """Ask every example, ``args.num_threads`` at a time, and return the result document."""
+def run(client: ServerClient, task: Eval, examples: list[Example], args: argparse.Namespace) -> dict:
+    """Ask every one of ``examples``, ``args.num_threads`` at a time, and return the result document."""
     max_tokens = args.max_tokens or task.default_max_tokens
-    examples = task.examples(args.num_examples)
 
     def ask(example: Example) -> Answer:
         start = time.perf_counter()
@@ -154,7 +153,8 @@ def main(argv: list[str] | None = None) -> int:
     output_file = args.output_file or Path(tempfile.gettempdir()) / name
     try:
         task = create_eval(args.eval_name, num_shots=args.num_shots, seed=args.seed, data_path=args.data_path)
-        result = run(ServerClient(args), task, args)
+        examples = task.examples(args.num_examples)
+        result = run(ServerClient(args), task, examples, args)
         output_file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
