@@ -63,7 +63,9 @@ class CachePhase:
             "sm": self._sm,
             "flashinfer_version": self._environment["flashinfer_version"],
         }
-        seeds = SeedCatalogue().select(applies, self._environment)
+        folder = self._settings.seed_folder
+        catalogue = SeedCatalogue() if folder is None else SeedCatalogue(folder)
+        seeds = catalogue.select(applies, self._environment)
         self._report.seeds = [{"name": seed.name, "used": True, "reasons": []} for seed in seeds.chosen]
         self._report.seeds += [
             {"name": name, "used": False, "reasons": list(reasons)} for name, reasons in seeds.refused

@@ -18,6 +18,8 @@ class StageSettings:
     use_cache: bool = True
     include_prefill: bool = True
     cache_root: Path = Path("~/.cache/sglang")
+    #: Seeds to choose from instead of the built-in ones.
+    seed_folder: Path | None = None
     timeout_s: float = 600.0
     #: off, finite or full.
     verify: str = "finite"
