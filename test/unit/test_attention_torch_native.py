@@ -96,4 +96,4 @@ def test_keys_kept_in_another_dtype_are_read_back_in_it(decode: bool) -> None:
 def test_an_unknown_backend_names_the_flag() -> None:
     cache = Cache([1], 1)
     with pytest.raises(ValueError, match="--attention-backend nonsense"):
-        create_attention_backend("nonsense", cache.rows, cache.pool)
+        create_attention_backend("nonsense", cache.rows, cache.pool, 1, torch.float32)

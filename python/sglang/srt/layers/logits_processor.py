@@ -22,6 +22,7 @@ class LogitsProcessor:
     def __init__(self, lm_head: ParallelLMHead) -> None:
         self.lm_head = lm_head
 
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[B, H]` -> `[B, vocab_size]` float32, the same on all ranks of the head's group."""
-        return self.lm_head.gather(self.lm_head(hidden_states)).to(torch.float32)
+    def __call__(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`[B, H]` -> `[B, vocab_size]` float32, the same on all ranks of the head's group; in `out` if given."""
+        logits = self.lm_head.gather(self.lm_head(hidden_states))
+        return logits.to(torch.float32) if out is None else out.copy_(logits)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sglang.srt.layers.fused_kernels import DTYPES, fused_kernels
+
 
 class RotaryEmbedding(nn.Module):
     """Cosines and sines of all positions, computed once for all layers.
@@ -27,6 +29,7 @@ class RotaryEmbedding(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
+        self._kernels = fused_kernels(device)
         inv_freq, magnitude = _inverse_frequencies(head_dim, theta, scaling or {})
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         # [max_positions, head_dim] float32: cosines, then sines (the layout that FlashInfer's kernels read).
@@ -37,8 +40,11 @@ class RotaryEmbedding(nn.Module):
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate `q` `[T, Hq, D]` and `k` `[T, Hkv, D]` by `positions` `[T]`; returns tensors of their
-        dtypes.
+        dtypes. Both inputs may be overwritten.
         """
+        if self._kernels is not None and q.dtype in DTYPES and q.shape[0]:
+            self._kernels.rope(positions, q, k, q.shape[-1], self.cos_sin)
+            return q, k
         cos, sin = self.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 

@@ -27,6 +27,8 @@ def free_bytes_for_kv(device: torch.device, mem_fraction_static: float, reserved
     if device.type == "cpu":
         return int(available_main_memory() * CPU_MEMORY_SHARE) - reserved_bytes
     free, total = torch.cuda.mem_get_info(device)
+    # What torch keeps for later allocations counts as free: the pool is such an allocation.
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free - total * (1 - mem_fraction_static)) - reserved_bytes
 
 

@@ -13,15 +13,17 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.fused_moe import moe_shape
-from sglang.srt.layers.linear import local_kv_heads
+from sglang.srt.layers.linear import divide, local_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, last_token_rows
 from sglang.srt.layers.moe.registry import create_moe_runner
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.limits import derive_limits
 from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool, TokenAllocator
 from sglang.srt.model_executor.autotune_host import ModelRunnerHost, agreement_of
+from sglang.srt.model_executor.decode_graphs import DecodeGraphs, capture_decode_graphs, check_capturable
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_executor.kv_sizing import free_bytes_for_kv, max_total_num_tokens
+from sglang.srt.model_executor.memory_reserve import forward_reserve_bytes
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import resolved_device
@@ -54,6 +56,7 @@ class ModelRunner:
         self.device = torch.device("cuda", gpu_id) if device_type == "cuda" else torch.device("cpu")
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.limits = derive_limits(args, config, device_type)
+        self.decode_graphs: DecodeGraphs | None = None  # until they are captured, every forward is eager
 
         # ---- weights
         self.moe_runner = create_moe_runner(
@@ -63,6 +66,7 @@ class ModelRunner:
             deterministic=args.enable_deterministic_inference,
             may_fall_back=args.moe_runner_backend == "auto",
         )
+        check_capturable(self)
         self.model = load_model(
             config,
             parallel,
@@ -78,7 +82,8 @@ class ModelRunner:
         self.sampler = Sampler()
 
         # ---- reserve, then KV pool
-        self.reserved_bytes = self.moe_runner.reserved_bytes()
+        autotune_host = ModelRunnerHost(self)
+        self.reserved_bytes = self.moe_runner.reserved_bytes() + self._forward_reserve_bytes(autotune_host)
         self.kv_pool = self._create_kv_pool()
         self.max_total_num_tokens = self.kv_pool.num_tokens
         self.allocator = TokenAllocator(self.max_total_num_tokens)
@@ -87,19 +92,36 @@ class ModelRunner:
 
         # ---- attention backend
         self.attn_backend = create_attention_backend(
-            args.attention_backend_on(device_type), self.req_to_token_pool, self.kv_pool
+            args.attention_backend_on(device_type),
+            self.req_to_token_pool,
+            self.kv_pool,
+            divide(config.num_attention_heads, parallel.attn_tp.size, "attention heads"),
+            self.dtype,
+            deterministic=args.enable_deterministic_inference,
         )
 
         # ---- autotune stage
         settings = settings_of(args)
         self.autotune_report = run_stage(
-            ModelRunnerHost(self),
+            autotune_host,
             settings,
             agreement_of(self, settings.timeout_s),
             None if progress is None else lambda detail: progress("autotune", detail),
         )
 
         # ---- decode graphs
+        self.decode_graphs = capture_decode_graphs(
+            self, None if progress is None else lambda detail: progress("capturing decode graphs", detail)
+        )
+
+    def _forward_reserve_bytes(self, host: ModelRunnerHost) -> int:
+        """What forwards, tuning and sampling take of the device later; the CPU's pool leaves enough anyway."""
+        if self.device.type == "cpu":
+            return 0
+        sizes = () if self.server_args.disable_cuda_graph else self.limits.decode_batch_sizes
+        return forward_reserve_bytes(
+            self.limits, self.model_config.vocab_size, host.step_memory_bytes, num_captured=len(sizes)
+        )
 
     def _create_kv_pool(self) -> KVPool:
         args, config = self.server_args, self.model_config
@@ -153,4 +175,12 @@ class ModelRunner:
         """`[B, vocab_size]` float32: the logits that follow the last token of each sequence. Last stage
         only.
         """
+        if hidden_states is None and self.decode_graphs is not None and self.decode_graphs.covers(batch):
+            return self.decode_graphs.replay(batch)
         return self.compute_logits(last_token_rows(self.forward_hidden(batch, hidden_states), batch))
+
+    @torch.inference_mode()
+    def forward_into(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
+        """A decode batch whose attention is set and planned already; its logits go to `logits` `[B, vocab_size]`."""
+        assert self.logits_processor is not None, "only the last pipeline stage has the head"
+        self.logits_processor(self.model(batch), out=logits)

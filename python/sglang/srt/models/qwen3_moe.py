@@ -12,6 +12,7 @@ from torch import nn
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import Group, ParallelState
 from sglang.srt.layers.attention.base import AttentionLayer
+from sglang.srt.layers.fused_kernels import DTYPES, fused_kernels
 from sglang.srt.layers.fused_moe import FusedMoE
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.moe.base import MoERunner
@@ -66,9 +67,13 @@ class Qwen3MLP(nn.Module):
             hidden, names, (inner, inner), group, False, dtype, device
         )
         self.down_proj = RowParallelLinear(inner, hidden, group, False, dtype, device)
+        self._kernels = fused_kernels(device) if dtype in DTYPES else None
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        gate_up = self.gate_up_proj(hidden_states)
+        if self._kernels is not None and gate_up.shape[0]:
+            return self.down_proj(self._kernels.silu_and_mul(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up)
 
     def weight_slots(self, prefix: str) -> NamedSlots:

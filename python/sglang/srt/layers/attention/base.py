@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,3 +48,10 @@ class AttentionBackend(ABC):
         Returns:
             `[T, num_heads * head_dim]`.
         """
+
+    def for_graphs(self, sizes: Sequence[int]) -> AttentionBackend | None:
+        """The backend for decode forwards that are captured at batches of exactly `sizes`; None where there is none.
+
+        Its `init_forward_metadata` runs before each replay, outside of the graph.
+        """
+        return None

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import torch
+
 from sglang.srt.layers.attention.base import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool
 
 
 def create_attention_backend(
-    name: str, req_to_token_pool: ReqToTokenPool, kv_pool: KVPool
+    name: str,
+    req_to_token_pool: ReqToTokenPool,
+    kv_pool: KVPool,
+    num_heads: int,
+    dtype: torch.dtype,
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
-    """Build the backend that `--attention-backend` names (already resolved from auto); `ValueError` if there
-    is none.
+    """Build the backend that `--attention-backend` names (already resolved from auto).
+
+    `num_heads` are this rank's query heads, `dtype` that of the activations. Raises `ValueError` when there
+    is no such backend, or it cannot run here.
     """
     if name == "torch_native":
         from sglang.srt.layers.attention.torch_native import TorchNativeAttention
 
         return TorchNativeAttention(req_to_token_pool, kv_pool)
-    raise ValueError(f"--attention-backend {name}: no such backend; this build has: torch_native")
+    if name == "flashinfer":
+        from sglang.srt.layers.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(req_to_token_pool, kv_pool, num_heads, dtype, deterministic=deterministic)
+    raise ValueError(f"--attention-backend {name}: no such backend; this build has: torch_native, flashinfer")

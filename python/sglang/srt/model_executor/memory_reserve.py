@@ -1,0 +1,32 @@
+"""Device memory that is set aside before the KV pool is sized, because it will be wanted after it.
+
+The pool takes what is left of `--mem-fraction-static`, so whatever a start or a forward allocates later is
+counted here. A step of the autotune stage that is found to be without memory is left out; it should not come
+to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.autotune.plan import Limits, Shape, make_plan
+from sglang.srt.layers.attention.flashinfer import WORKSPACE_BYTES
+
+SAMPLING_BYTES_PER_LOGIT = 64
+"""Logits, probabilities, and their sort and sums for top-k and top-p, each of 4 or 8 bytes for a token of the
+vocabulary."""
+WRAPPER_BYTES = 8 << 20
+"""Plan of one FlashInfer wrapper; there is one for each captured batch size."""
+
+
+def forward_reserve_bytes(
+    limits: Limits, vocab_size: int, step_memory_bytes: Callable[[Shape], int], *, num_captured: int
+) -> int:
+    """Bytes that the largest forward takes beside weights and KV pool, tuning and sampling included.
+
+    The plan's steps reach up to the largest prefill and decode that `limits` allow, so the largest step is also the
+    largest forward of serving. `num_captured` counts the decode graphs, 0 where none are captured.
+    """
+    largest_step = max(step_memory_bytes(step.shape) for step in make_plan(limits).steps)
+    sampling = limits.max_running_requests * vocab_size * SAMPLING_BYTES_PER_LOGIT
+    return largest_step + sampling + WORKSPACE_BYTES + WRAPPER_BYTES * (num_captured + 2)
