@@ -14,6 +14,7 @@ from multiprocessing.process import BaseProcess
 
 from sglang.srt.managers.ipc import Endpoints
 from sglang.srt.managers.process_life import begin_worker_life
+from sglang.srt.managers.worker_environment import prepare_environment
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import free_port
 
@@ -81,6 +82,7 @@ def _run_worker(
     parent_pid: int,
 ) -> None:
     begin_worker_life(parent_pid)
+    prepare_environment()
     # Imported in the worker only: it pulls in torch, which the main process can do without.
     from sglang.srt.managers.worker import WorkerPlace, run_worker
 

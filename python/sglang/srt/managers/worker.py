@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from sglang.srt.utils.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = Path(__file__).resolve().parents[2]
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
@@ -45,15 +48,23 @@ def run_worker(server_args: ServerArgs, place: WorkerPlace, endpoints: Endpoints
     try:
         _serve(server_args, place, channel)
         exit_code = 0
-    except Exception:
-        text = traceback.format_exc()
-        logger.error("worker of rank %d failed:\n%s", place.rank, text)
+    except Exception as error:
+        text = _last_words(error)
+        logger.error("worker of rank %d failed:%s%s", place.rank, "\n" if "\n" in text else " ", text)
         channel.send(Fatal(place.rank, text))
         exit_code = 1
     channel.close()
     sys.stderr.flush()
     # Threads of libraries (NCCL, compilers) must not keep a finished worker alive.
     os._exit(exit_code)
+
+
+def _last_words(error: Exception) -> str:
+    """One line for a mistake of the user's that this tree found, else the traceback."""
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, ValueError) and Path(raised_in).is_relative_to(_PACKAGE):
+        return " ".join(str(error).split())
+    return traceback.format_exc()
 
 
 def rank_label(server_args: ServerArgs, rank: int) -> str:
@@ -66,9 +77,11 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
     def progress(stage: str, detail: dict[str, Any] | None = None) -> None:
         channel.send(StartupProgress(place.rank, stage, detail or {}))
 
-    progress("joining process groups")
     device_name = resolved_device(server_args.device)
     device = torch.device(device_name, place.gpu_id) if device_name == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        _take_gpu(device)
+    progress("joining process groups")
     model_config = read_model_config(server_args, device_name)
     parallel = parallel_state.initialize(server_args, place.rank, place.init_method, device)
     progress("loading the model")
@@ -91,6 +104,19 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
     parallel.world.barrier(server_args.dist_timeout)
     channel.send(Ready(place.rank, _server_info(runner, device_name)))
     scheduler.run()
+
+
+def _take_gpu(device: torch.device) -> None:
+    """Make `device` the one that everything in this process means by default, before anything touches a
+    GPU. Raises `ValueError` when this machine has fewer GPUs.
+    """
+    count = torch.cuda.device_count()
+    if device.index >= count:
+        raise ValueError(
+            f"--tp-size x --pp-size puts a rank on GPU {device.index} and this machine has {count}: lower them, or "
+            "spread the ranks over machines with --nnodes"
+        )
+    torch.cuda.set_device(device)
 
 
 def read_model_config(server_args: ServerArgs, device: str) -> ModelConfig:
