@@ -125,6 +125,12 @@ def positive_int(text: str) -> int:
     return value
 
 
+def non_negative_int(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m sglang.test.run_eval", description=__doc__)
     parser.add_argument("--base-url", help="address of the server; instead of --host and --port")
@@ -135,7 +141,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-name", choices=EVALS, default="arithmetic", help="the check (%(default)s)")
     parser.add_argument("--data-path", help="JSON-lines file of the problems, for gsm8k")
     parser.add_argument("--num-examples", type=positive_int, default=200, help="questions (%(default)s)")
-    parser.add_argument("--num-shots", type=int, help="answered examples before a question (the check's own)")
+    parser.add_argument(
+        "--num-shots", type=non_negative_int, help="answered examples before a question (the check's own)"
+    )
     parser.add_argument("--num-threads", type=positive_int, default=64, help="at a time (%(default)s)")
     parser.add_argument("--api", choices=("completion", "chat"), default="completion", help="(%(default)s)")
     parser.add_argument("--max-tokens", type=positive_int, help="tokens per answer (the check's own)")
