@@ -105,14 +105,15 @@ def test_a_worker_that_is_killed_takes_the_server_down(start_server, gone):
     assert "rank 0 ended with signal SIGKILL" in server.log
 
 
-def test_a_worker_that_fails_in_its_start_takes_the_server_down_with_its_traceback(start_server, gone, tiny_model):
+def test_a_worker_that_refuses_to_start_takes_the_server_down_with_its_reason(start_server, gone, tiny_model):
     # There are no weights in that directory, and nothing says --load-format dummy.
     server = start_server("--model-path", str(tiny_model), tiny=False)
     server.wait_until("a worker is there", lambda: bool(server.worker_pids()), 30)
     pids = server.pids()
     assert server.wait_exit(60) == 1
     assert gone(pids)
-    assert "Traceback" in server.log and "rank 0" in server.log
+    assert "worker of rank 0 failed: --model-path" in server.log
+    assert "Traceback" not in server.log, "a mistake of the user's is one line"
 
 
 def test_workers_do_not_outlive_a_server_that_is_killed(start_server, gone):

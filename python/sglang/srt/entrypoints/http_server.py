@@ -140,7 +140,7 @@ class _Server:
                 self._manager.limit_total_tokens(message.info["max_total_num_tokens"])
                 self._greet()
             case Fatal(rank=rank):
-                self._fail(f"the worker of rank {rank} failed: its traceback is above")
+                self._fail(f"the worker of rank {rank} failed: its reason is above")
 
     def _greet(self) -> None:
         if self._status.is_ready:
