@@ -14,9 +14,7 @@ from sglang.srt.distributed.parallel_state import Group
 
 
 def gather_tokens(hidden_states: torch.Tensor, num_tokens: Sequence[int], group: Group) -> torch.Tensor:
-    """This rank's `[num_tokens[rank], H]` -> `[sum(num_tokens), H]` on every rank. Ranks with 0 tokens take
-    part.
-    """
+    """This rank's `[num_tokens[rank], H]` -> `[sum(num_tokens), H]` on every rank. Ranks with 0 tokens take part."""
     assert hidden_states.shape[0] == num_tokens[group.rank], (
         "global_num_tokens does not match this rank's batch"
     )

@@ -1,6 +1,4 @@
-"""Linear layers split over the ranks of a group. Weights are `[out, in]`; each layer declares which shard it
-loads.
-"""
+"""Linear layers split over the ranks of a group. Weights are `[out, in]`; each layer declares which shard it loads."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class QKVParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """A projection whose inputs are split over the ranks; `forward` takes the shard and returns the sum over
-    ranks.
-    """
+    """A projection whose inputs are split over the ranks; `forward` takes the shard and returns the sum over ranks."""
 
     def __init__(
         self, in_size: int, out_size: int, group: Group, bias: bool, dtype: torch.dtype, device: torch.device
@@ -153,9 +149,7 @@ class RowParallelLinear(Linear):
 
 
 def local_kv_heads(total_num_kv_heads: int, num_ranks: int) -> int:
-    """KV heads that one of `num_ranks` attention ranks holds: a share, or a copy of one where there are too
-    few.
-    """
+    """KV heads that one of `num_ranks` attention ranks holds: a share, or a copy of one where there are too few."""
     if num_ranks > total_num_kv_heads:
         divide(num_ranks, total_num_kv_heads, "attention ranks per KV head")
         return 1

@@ -29,9 +29,7 @@ class RMSNorm(nn.Module):
     def add_and_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum, which is the next residual. Both inputs may be
-        overwritten.
-        """
+        """The norm of `x + residual`, and that sum, which is the next residual. Both inputs may be overwritten."""
         if residual is not None and self._kernels is not None and x.shape[0]:
             self._kernels.add_rmsnorm(x, residual, self.weight.data, self.eps)
             return x, residual

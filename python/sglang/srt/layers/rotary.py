@@ -72,9 +72,7 @@ def _inverse_frequencies(dim: int, theta: float, scaling: dict[str, Any]) -> tup
 def _yarn(
     frequencies: torch.Tensor, dim: int, theta: float, scaling: dict[str, Any]
 ) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, section 3): slow rotations are interpolated, fast ones kept, with a ramp
-    between.
-    """
+    """YaRN (arXiv 2309.00071, section 3): slow rotations are interpolated, fast ones kept, with a ramp between."""
     factor = float(scaling["factor"])
     original = scaling["original_max_position_embeddings"]
 

@@ -81,9 +81,7 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
     ) -> torch.Tensor:
-        """`logits` `[B, V]` float32 and the `positions` `[B]` int64 of the tokens to be chosen -> `[B]`
-        int64.
-        """
+        """`logits` `[B, V]` float32 and the `positions` `[B]` int64 of the tokens to be chosen -> `[B]` int64."""
         if info.all_greedy:
             return logits.argmax(dim=-1)
         sampled = invert_cdf(_probabilities(logits, info), uniform(info.seeds, positions))
@@ -114,9 +112,7 @@ def _probabilities(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
 
 
 def invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The token of each row `[B, V]` of weights at which their cumulative share passes `draws` `[B]` in [0,
-    1).
-    """
+    """The token of each row `[B, V]` of weights at which their cumulative share passes `draws` `[B]` in [0, 1)."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first larger entry exists and its token has a positive weight.

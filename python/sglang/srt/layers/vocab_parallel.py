@@ -14,9 +14,7 @@ VOCAB_ALIGNMENT = 8
 
 
 class VocabShard(nn.Module):
-    """Rows `start .. start + num_valid` of a `[vocab_size, hidden]` table; the rest of `weight` is zero
-    padding.
-    """
+    """Rows `start .. start + num_valid` of a `[vocab_size, hidden]` table; the rest of `weight` is zero padding."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, group: Group, dtype: torch.dtype, device: torch.device

@@ -172,9 +172,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, hidden_states: torch.Tensor | None = None) -> torch.Tensor:
-        """`[B, vocab_size]` float32: the logits that follow the last token of each sequence. Last stage
-        only.
-        """
+        """`[B, vocab_size]` float32: the logits that follow the last token of each sequence. Last stage only."""
         if hidden_states is None and self.decode_graphs is not None and self.decode_graphs.covers(batch):
             return self.decode_graphs.replay(batch)
         return self.compute_logits(last_token_rows(self.forward_hidden(batch, hidden_states), batch))

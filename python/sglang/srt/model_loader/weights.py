@@ -41,8 +41,6 @@ def rows(name: str, dest: torch.Tensor, full_rows: int, start: int) -> NamedSlot
 
 
 def columns(name: str, dest: torch.Tensor, full_columns: int, start: int) -> NamedSlot:
-    """`dest` `[n, c]` holds `c` columns of the checkpoint tensor `[n, full_columns]`, from column `start`
-    on.
-    """
+    """`dest` `[n, c]` holds `c` columns of the checkpoint tensor `[n, full_columns]`, from column `start` on."""
     index = (slice(None), slice(start, start + dest.shape[1]))
     return name, WeightSlot((dest.shape[0], full_columns), dest, index)

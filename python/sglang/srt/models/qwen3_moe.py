@@ -120,9 +120,7 @@ class Qwen3MoeDecoderLayer(nn.Module):
 
 
 class Qwen3MoeForCausalLM(CausalLM):
-    """See `CausalLM`. Embedding, attention and head are split over `attn_tp`, the experts over `ep` and
-    `moe_tp`.
-    """
+    """See `CausalLM`. Embedding, attention and head are split over `attn_tp`, the experts over `ep` and `moe_tp`."""
 
     def __init__(
         self,

@@ -22,9 +22,7 @@ MIN_LENGTH_BUCKET = 256
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of one length bucket: their rows in the batch, their slots `[b * L]`, and which of `[b, L]`
-    count.
-    """
+    """Sequences of one length bucket: their rows in the batch, their slots `[b * L]`, and which of `[b, L]` count."""
 
     rows: torch.Tensor  # [b] int64
     slots: torch.Tensor  # [b * L] int64
@@ -33,9 +31,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True)
 class ExtendSequence:
-    """One sequence: its query rows `start .. start + num_new`, the tokens before them, and the slots of all
-    tokens.
-    """
+    """One sequence: its query rows `start .. start + num_new`, the tokens before them, and the slots of all tokens."""
 
     start: int
     num_new: int
