@@ -8,9 +8,12 @@ forward's collective, and a rank that waits can say who is missing, what it was 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 #: How often a waiting rank looks; the first looks come faster since most votes are answered at once.
 _FIRST_POLL_S, _POLL_S = 0.0005, 0.02
@@ -50,7 +53,7 @@ class Agreement:
         assert store is not None or len(ranks) == 1, "several ranks need a store to agree over"
         self._store, self.rank, self.ranks, self.timeout_s = store, rank, tuple(ranks), timeout_s
         self._name, self._clock, self._sleep = name, clock, sleep
-        self._round = 0
+        self._round = self._num_circles = 0
 
     @classmethod
     def alone(cls, timeout_s: float = 600.0) -> Agreement:
@@ -62,25 +65,26 @@ class Agreement:
 
     def within(self, ranks: Sequence[int], name: str) -> Agreement:
         """The same store and bound for a smaller circle, such as the ranks that must choose alike."""
+        self._num_circles += (
+            1  # votes of a later circle of the same name must not meet those of an earlier one
+        )
         return Agreement(
             self._store if len(ranks) > 1 else None,
             self.rank,
             ranks,
             self.timeout_s,
-            name=f"{self._name}/{name}/{'-'.join(map(str, ranks))}",
+            name=f"{self._name}/{name}{self._num_circles}/{'-'.join(map(str, ranks))}",
             clock=self._clock,
             sleep=self._sleep,
         )
 
     def announce(self, doing: str) -> None:
         """Tell the others what this rank is about to do, for the message of whoever waits for it."""
-        if self._store is not None:
-            self._store.set(self._status_key(self.rank), json.dumps([doing, time.time()]))
+        self._tell(self._status_key(self.rank), json.dumps([doing, time.time()]))
 
     def fail(self, reason: str) -> None:
         """Tell waiting ranks that this rank gave up, so that they name it at once."""
-        if self._store is not None:
-            self._store.set(self._failure_key(self.rank), reason[:2000])
+        self._tell(self._failure_key(self.rank), reason[:2000])
 
     def gather(self, question: str, value: Any) -> dict[int, Any]:
         """Every rank's value, by rank, within the bound.
@@ -91,8 +95,15 @@ class Agreement:
         if self._store is None:
             return {self.rank: value}
         self._round += 1
-        self._store.set(self._vote_key(self._round, self.rank), json.dumps([question, value]))
-        return {rank: self._answer(question, rank) for rank in self.ranks}
+        try:
+            self._store.set(self._vote_key(self._round, self.rank), json.dumps([question, value]))
+            return {rank: self._answer(question, rank) for rank in self.ranks}
+        except AgreementError:
+            raise
+        except RuntimeError as error:  # torch's stores raise its subclasses when their host is gone
+            raise AgreementError(
+                f"rank {self.rank} lost the store of the votes, which lives in rank 0, at {question!r}: {error}"
+            ) from error
 
     def all_agree(self, question: str, value: Any, remedy: str) -> None:
         """Raise unless every rank has the same ``value``."""
@@ -110,6 +121,13 @@ class Agreement:
         answers = self.gather(question, [None if t == float("inf") else t for t in times])
         columns = zip(*(answers[rank] for rank in self.ranks), strict=True)
         return [float("inf") if None in column else sum(column) / len(column) for column in columns]
+
+    def _tell(self, key: str, value: str) -> None:
+        if self._store is not None:
+            try:
+                self._store.set(key, value)
+            except RuntimeError as error:
+                logger.debug("rank %d cannot tell the others, whose store is gone: %s", self.rank, error)
 
     def _answer(self, question: str, rank: int) -> Any:
         key, started, poll = self._vote_key(self._round, rank), self._clock(), _FIRST_POLL_S

@@ -20,7 +20,7 @@ from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
-from sglang.srt.autotune.records.record import RecordKey, StepEntry, parse_key
+from sglang.srt.autotune.records.record import RecordKey, RecordSet, StepEntry, parse_key
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
 from sglang.srt.autotune.report import StageReport, StepReport, rejections
@@ -82,13 +82,13 @@ class CachePhase:
         counts = self._merged.count_by_source()
         records = self._report.records
         records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
-        self._load_into_tuner()
+        self._load_into_tuner(self._merged)
 
     def reload_without(self, buckets: Collection[int]) -> None:
         """Drop the records of buckets that some coupled rank must tune; the others stay."""
         self._merged = self._merged.without_buckets(buckets)
         flashinfer_api.forget_everything()
-        self._load_into_tuner()
+        self._load_into_tuner(self._merged)
 
     def commit(self, step: Step) -> int:
         """Write the winners that the step added; returns how many were added."""
@@ -107,13 +107,7 @@ class CachePhase:
         """
         entries = flashinfer_api.stored_entries()
         keys = [key for key in self._keys_at(step.bucket) if (p := _parse(key)) and p.custom_op in op_names]
-        self._store.commit(
-            record.with_source("tuned")
-            for record in records_from_entries(
-                {key: [entries[key][0], -1, *entries[key][2:]] for key in keys}
-            ).values()
-        )
-        flashinfer_api.replace_winners({key: -1 for key in keys})
+        self.adopt({key: [entries[key][0], -1, *entries[key][2:]] for key in keys})
 
     def block(self, step: Step, op_names: Collection[str], reason: str) -> None:
         """Note this step's tactics of these ops as wrong, for FlashInfer's tuner at the next start."""
@@ -126,10 +120,12 @@ class CachePhase:
         blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
 
     def adopt(self, choices: dict[str, list[Any]]) -> None:
-        """Take another rank's choices for these keys: in the tuner now, in the file for the next start."""
+        """Take these choices (FlashInfer entries by key): in the tuner now, in the file for the next start."""
+        adopted = [record.with_source("tuned") for record in records_from_entries(choices).values()]
+        self._store.commit(adopted)
+        # A live winner stands over loaded records, so each is replaced where it is.
         flashinfer_api.replace_winners({key: entry[1] for key, entry in choices.items()})
-        adopted = records_from_entries(choices)
-        self._store.commit([record.with_source("tuned") for record in adopted.values()])
+        self._load_into_tuner(RecordSet({record.key: record for record in adopted}, self._merged.namespaces))
 
     def finish(self, plan: Plan, reports: dict[Step, StepReport]) -> None:
         """Keep the measured times beside the records, so that a warm start need not measure them again."""
@@ -190,12 +186,12 @@ class CachePhase:
         cache_path.describe()
         return cache_path.records(place), cache_path.fallback(place)
 
-    def _load_into_tuner(self) -> None:
-        if not self._merged.records and not self._merged.namespaces:
+    def _load_into_tuner(self, records: RecordSet) -> None:
+        if not records.records and not records.namespaces:
             return
         with tempfile.TemporaryDirectory(prefix="sglang-autotune-") as scratch:
             path = materialise(
-                self._merged, self._environment, Path(scratch, "records.json"), flashinfer_api.policy_of
+                records, self._environment, Path(scratch, "records.json"), flashinfer_api.policy_of
             )
             loaded = flashinfer_api.load_records(path)
         assert loaded, "FlashInfer refused a file that carries this process's own stamp"

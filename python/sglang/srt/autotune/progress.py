@@ -56,7 +56,8 @@ class StageProgress:
         line_interval_s: float = LINE_INTERVAL_S,
     ) -> None:
         self.total, self.done, self.current = total, 0, ""
-        self._visible, self._listener, self._clock = visible, listener, clock
+        self._visible = visible and logger.isEnabledFor(logging.INFO)
+        self._listener, self._clock = listener, clock
         self._line_interval_s = line_interval_s
         self._started = self._step_started = clock()
         self._console = console or Console(file=sys.stderr)
@@ -153,7 +154,9 @@ def step_table(report: StageReport, *, plain: bool = False) -> Table:
 
 
 def print_table(report: StageReport, console: Console | None = None) -> None:
-    """The table, and below it a line for every step that has a note."""
+    """The table, and below it a line for every step that has a note; nothing at a log level above info."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)

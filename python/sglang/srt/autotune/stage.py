@@ -77,7 +77,9 @@ def is_peer_failure(error: Exception) -> bool:
     if isinstance(error, torch.distributed.DistError):
         return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(word in text for word in ("gloo", "nccl", "connection closed"))
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "nccl", "connection closed")
+    )
 
 
 class _Stage:
