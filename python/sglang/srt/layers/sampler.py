@@ -101,7 +101,7 @@ def _probabilities(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
     if info.any_top:
         ordered, order = probs.sort(dim=-1, descending=True, stable=True)
         ranks = torch.arange(probs.shape[-1], device=probs.device)
-        before = ordered.cumsum(dim=-1) - ordered
+        before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered
         kept = (ranks < info.top_k[:, None]) & ((before < info.top_p[:, None]) | (info.top_p >= 1.0)[:, None])
         kept[:, 0] = True
         keep = torch.zeros_like(kept).scatter_(1, order, kept)
@@ -113,7 +113,8 @@ def _probabilities(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
 
 def invert_cdf(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The token of each row `[B, V]` of weights at which their cumulative share passes `draws` `[B]` in [0, 1)."""
-    cumulative = weights.cumsum(dim=-1)
+    # In float64: how a GPU adds up a row depends on the number of rows, and for one row on chance.
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     # Strictly below the total, so that the first larger entry exists and its token has a positive weight.
     target = torch.minimum(

@@ -6,6 +6,8 @@ All inputs stand in buffers that never move; before each replay they are filled 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import sys
 import time
@@ -130,8 +132,9 @@ class DecodeGraphs:
         self._inputs = StaticDecodeBatch(self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
         self._replays: dict[int, Callable[[], None]] = {}
-        for size in _shown(list(reversed(self.sizes)), visible, progress):
-            self._replays[size] = self._captured(size, forward, capture)
+        with _frozen_garbage():
+            for size in _shown(list(reversed(self.sizes)), visible, progress):
+                self._replays[size] = self._captured(size, forward, capture)
 
     def _captured(self, size: int, forward: DecodeForward, capture: Capture) -> Callable[[], None]:
         batch, logits = self._inputs.view(size, [1] * size), self._logits[:size]
@@ -202,6 +205,17 @@ def capture_decode_graphs(runner: ModelRunner, progress: Progressing | None = No
         used / 2**30,
     )
     return graphs
+
+
+@contextlib.contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """Every capture collects garbage; over all objects of the imports that takes longer than the capture."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _shown(sizes: list[int], visible: bool, progress: Progressing | None) -> Iterator[int]:
