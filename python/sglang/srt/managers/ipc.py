@@ -11,12 +11,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
 
 from sglang.srt.managers.io_struct import MainMessage, WorkerMessage
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import Group
 
 _MAX_SOCKET_PATH = 100
 """A little under the 108 bytes of a unix socket address."""
@@ -83,6 +86,11 @@ class WorkerChannel:
             except zmq.Again:
                 return messages
         return messages
+
+    def receive_together(self, world: Group, may_wait: bool) -> list[MainMessage]:
+        """`receive` of the first rank, on every rank of `world`; collective, once for each step."""
+        messages = self.receive(may_wait) if world.is_first else []
+        return world.broadcast_object(messages)
 
     def close(self, linger_s: float = 2.0) -> None:
         """Wait up to `linger_s` until the last messages are out."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from sglang.srt.managers.ipc import Endpoints
 from sglang.srt.managers.process_life import begin_worker_life
@@ -27,8 +28,13 @@ class WorkerGroup:
     def __init__(self) -> None:
         self.processes: dict[int, BaseProcess] = {}
 
-    def start(self, server_args: ServerArgs, endpoints: Endpoints) -> None:
-        """Spawn the workers. To be called on the main thread: a worker dies with the thread that started it."""
+    def start(
+        self, server_args: ServerArgs, endpoints: Any, target: Callable[..., None] | None = None
+    ) -> None:
+        """Spawn the workers. To be called on the main thread: a worker dies with the thread that started it.
+
+        `target` is what a worker runs, by default a rank of the server; `endpoints` is handed to it.
+        """
         spawn = multiprocessing.get_context("spawn")
         init_method = f"tcp://{server_args.dist_init_addr or f'127.0.0.1:{free_port()}'}"
         ranks_per_node = server_args.world_size // server_args.nnodes
@@ -36,7 +42,7 @@ class WorkerGroup:
         for local_rank in range(ranks_per_node):
             rank = first_rank + local_rank
             process = spawn.Process(
-                target=_run_worker,
+                target=target or _run_worker,
                 args=(server_args, rank, local_rank, init_method, endpoints, os.getpid()),
                 name=f"sglang-rank{rank}",
             )

@@ -52,9 +52,8 @@ class Req:
     @property
     def max_new_tokens_left(self) -> int:
         """Most tokens that it can still get."""
-        return min(
-            self.sampling.max_new_tokens - len(self.output_ids), self.max_total_tokens - self.num_tokens
-        )
+        num_output = len(self.output_ids)
+        return min(self.sampling.max_new_tokens, self.max_total_tokens - len(self.prompt_ids)) - num_output
 
     def next_tokens(self, num_tokens: int) -> list[int]:
         """The first `num_tokens` tokens that are not in the KV pool yet."""

@@ -67,6 +67,8 @@ def pick_prefill(
     was set aside when it was started. Requests of `waiting` are taken in order, up to the first that does not fit.
     """
     picked: list[tuple[Req, int]] = []
+    if unfinished is None and not waiting:
+        return picked
     budget = limits.max_tokens
     room = num_available_tokens - ratio.reserved_tokens(running)
     if unfinished is not None:

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.limits import derive_limits
 from sglang.srt.managers.executor import ModelExecutor
-from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress
+from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress, WorkerMessage
 from sglang.srt.managers.ipc import Endpoints, WorkerChannel
 from sglang.srt.managers.process_life import Watchdog
 from sglang.srt.managers.schedule_batch import RequestMemory
@@ -67,6 +68,10 @@ def _last_words(error: Exception) -> str:
     return traceback.format_exc()
 
 
+def _discard(message: WorkerMessage) -> None:
+    pass
+
+
 def rank_label(server_args: ServerArgs, rank: int) -> str:
     """`TP1`, or `PP0 TP1` with pipeline stages: the log's name for a rank."""
     stage, tp_rank = divmod(rank, server_args.tp_size)
@@ -97,8 +102,9 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
         ),
         context_len=model_config.context_length,
         eos_token_ids=model_config.eos_token_ids,
-        receive=channel.receive,
-        send=channel.send,
+        receive=partial(channel.receive_together, parallel.world),
+        # All ranks come to the same outputs; one tells them.
+        send=channel.send if parallel.world.is_first else _discard,
         stream_interval=server_args.stream_interval,
     )
     parallel.world.barrier(server_args.dist_timeout)
