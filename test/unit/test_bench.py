@@ -1,0 +1,238 @@
+"""The benchmark's arithmetic and flow, with a tiny model on the CPU in place of a GPU's; its times mean nothing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner
+
+from sglang.srt.autotune.bench import __main__ as bench
+from sglang.srt.autotune.bench import load, moe, outputs, tables
+from sglang.srt.autotune.bench.bounds import Bounds, moe_work
+from sglang.srt.autotune.bench.drive import Driver, build_runner
+from sglang.srt.autotune.bench.engine import EngineLoad, measure_engine
+from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, shape_of, write_config
+from sglang.srt.autotune.bench.results import ResultFolder
+from sglang.srt.server_args import ServerArgs
+
+CPU = torch.device("cpu")
+TINY = {
+    **QWEN3_30B_A3B,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 264,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(autouse=True)
+def clean_tuner():
+    yield
+    AutoTuner.get().clear_cache()
+
+
+def server_args(tmp_path, **changes):
+    model = write_config(tmp_path / "model", TINY)
+    return ServerArgs(
+        model_path=str(model),
+        load_format="dummy",
+        device="cpu",
+        max_running_requests=4,
+        chunked_prefill_size=64,
+        max_total_tokens=1024,
+        **changes,
+    )
+
+
+def test_the_bound_is_the_larger_of_bytes_and_operations():
+    bounds = Bounds(bytes_per_s=1e12, flops_per_s=1e15)
+    assert bounds.us(num_bytes=2e9) == pytest.approx(2000)
+    assert bounds.us(num_bytes=1, flops=3e12) == pytest.approx(3000)
+
+
+def test_only_the_weights_of_touched_experts_count():
+    shape = shape_of(QWEN3_30B_A3B, 8192)
+    ids = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 9]], dtype=torch.int32)
+    touched, num_bytes, flops = moe_work(shape, ids)
+    expert = 3 * 768 * 2048
+    assert (touched, num_bytes, flops) == (9, 9 * expert * 2, 2 * 8 * 2 * expert)
+
+
+def test_piece_moe_measures_each_runner_at_every_power_of_two():
+    result = moe.measure_moe(TINY, 16, CPU, "reference", repeats=2)
+    assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16]
+    for row in result["rows"]:
+        assert min(row[f"{name}_us"] for name in ("bound", "tuned", "default", "torch_grouped")) > 0
+        assert row["fallbacks"] == 0 and row["winners"], "what was timed as tuned came from records"
+    assert result["stage"]["profiles_tuned"] == 5
+    assert "| 16 |" in tables.moe_tables(result)
+
+
+def test_piece_engine_loads_once_and_starts_the_stage_four_times(tmp_path):
+    small = EngineLoad((1, 4), (8, 64), seq_len=32, decode_repeats=1, prefill_repeats=1)
+    result = measure_engine(server_args(tmp_path), small, tmp_path)
+    starts = result["starts"]
+    assert starts["disabled"]["status"] == "skipped" and starts["disabled"]["profiles"] == 0
+    tuned = starts["cold"]["records"]["tuned"]
+    assert starts["cold"]["profiles"] == tuned == 7
+    assert starts["warm"]["profiles"] == 0 and starts["warm"]["records"]["user"] == tuned
+    assert starts["seeded"]["profiles"] == 0 and starts["seeded"]["records"]["seeded"] == tuned
+    assert all(start["fallbacks"] == 0 for start in starts.values())
+    assert [(row["phase"], row["tokens"]) for row in result["rows"]] == [
+        ("decode", 1),
+        ("decode", 4),
+        ("prefill", 8),
+        ("prefill", 64),
+    ]
+    for row in result["rows"]:
+        assert 2 <= row["experts_per_layer"] <= 8
+        assert min(row[f"{name}_ms"] for name in ("bound", "tuned", "default", "torch_grouped")) > 0
+    text = tables.engine_tables(result)
+    assert "| seeded |" in text and "| prefill | 64 |" in text
+
+
+def test_piece_outputs_compares_with_float32_and_starts_twice(tmp_path, monkeypatch):
+    flags = {"max_running_requests": 4, "chunked_prefill_size": 64, "max_total_tokens": 1024}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    result = outputs.measure_outputs(TINY, 16, [1, 7], [5, 9], CPU, "reference", flags, num_layers=2)
+    for row in result["layer"]:
+        assert row["tuned_error"] < 1e-5 and row["default_error"] < 1e-5 and row["fallbacks"] == 0
+        assert row["torch_grouped_error"] < 1e-5
+    for row in result["logits"]:
+        assert row["tuned_error"] < 1e-4 and row["fallbacks"] == 0
+    assert result["greedy"]["identical"] is True
+    assert result["greedy"]["tokens"] == 4 * 32
+    assert "identical" in tables.outputs_tables(result)
+
+
+def test_greedy_through_the_driver_equals_one_prefill_of_everything(tmp_path):
+    driver = Driver(build_runner(server_args(tmp_path, disable_flashinfer_autotune=True)))
+    prompt = driver.random_ids(6)
+    (output,) = driver.greedy([prompt], 4)
+    driver.release()
+    logits = driver.runner.forward(driver.prefill([prompt + output[:3]]))
+    assert int(logits.argmax()) == output[3]
+    driver.release()
+    assert driver.runner.allocator.available() == 1024
+    assert driver.runner.req_to_token_pool.available() == 4
+
+
+def test_a_driver_that_asks_for_too_much_says_so(tmp_path):
+    driver = Driver(build_runner(server_args(tmp_path, disable_flashinfer_autotune=True)))
+    with pytest.raises(ValueError, match="5 sequences of 50 tokens in all do not fit"):
+        driver.decode(5, 10)
+
+
+def test_results_are_read_back_and_damage_counts_as_not_done(tmp_path):
+    folder = ResultFolder(tmp_path / "out")
+    assert folder.read("bounds") is None
+    path = folder.write("bounds", {"bounds": {"bytes_per_s": 4e12, "flops_per_s": 8e14}}, seconds=1.25)
+    document = folder.read("bounds")
+    assert document["result"]["bounds"]["bytes_per_s"] == 4e12
+    assert document["provenance"]["packages"]["torch"] == torch.__version__
+    assert "4.00 TB/s" in tables.document_tables(document)
+    path.write_text(path.read_text()[:50])
+    assert folder.read("bounds") is None
+
+
+def test_finished_pieces_are_not_run_again_unless_asked(tmp_path, monkeypatch):
+    folder = ResultFolder(tmp_path)
+    folder.write("bounds", {}, seconds=1.0)
+    ran = []
+    monkeypatch.setattr(bench, "_run_child", lambda command, environment: ran.append(command) or 0)
+    arguments = ["--out", str(tmp_path), "--pieces", "bounds", "moe"]
+    assert bench.run_pieces(bench.parser().parse_args(arguments), folder) == []
+    assert [command[command.index("--pieces") + 1] for command in ran] == ["moe"]
+    bench.run_pieces(bench.parser().parse_args([*arguments, "--again"]), folder)
+    assert len(ran) == 3
+
+
+def test_a_failed_piece_is_named_and_the_others_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "_run_child", lambda command, environment: int("moe" in command))
+    arguments = ["--out", str(tmp_path), "--pieces", "bounds", "moe", "dense"]
+    assert bench.run_pieces(bench.parser().parse_args(arguments), ResultFolder(tmp_path)) == ["moe"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_the_command_says_so_and_ends_with_1(tmp_path, capsys):
+    assert bench.main(["--out", str(tmp_path)]) == 1
+    assert "it needs a CUDA device" in capsys.readouterr().err
+
+
+def test_tables_of_a_folder_are_shown_without_a_gpu(tmp_path, capsys):
+    ResultFolder(tmp_path).write("bounds", {"bounds": {"bytes_per_s": 4e12, "flops_per_s": 8e14}}, 1.0)
+    assert bench.main(["--out", str(tmp_path), "--show"]) == 0
+    assert "## bounds" in capsys.readouterr().out
+
+
+def test_a_child_that_outlives_a_sigterm_is_not_left_behind(tmp_path):
+    """The command line as it is, with a piece that only waits: SIGTERM to the parent ends both."""
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, signal, sys, threading, time\n"
+        "from sglang.srt.autotune.bench import __main__ as bench\n"
+        "child = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
+        "threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
+        "bench._run_child(child, dict(os.environ))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == 128 + 15
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
+
+
+def test_serving_tables_show_both_arms_side_by_side():
+    row = {"concurrency": 16, "requests": 32, "output_tokens_per_s": 100.0, "ttft_ms": 20.0, "itl_ms": 5.0}
+    result = {
+        "input_len": 512,
+        "output_len": 128,
+        "requests_per_client": 2,
+        "arms": {
+            "default": {"start_s": 30.0, "autotune": None, "rows": [row]},
+            "tuned": {
+                "start_s": 45.0,
+                "autotune": {"seconds": 12.0},
+                "rows": [{**row, "output_tokens_per_s": 250.0}],
+            },
+        },
+    }
+    assert "| 16 | 32 | 250 | 100 |" in tables.serving_tables(result)
+    assert "2.50" in tables.serving_tables(result)
+
+
+def test_dense_tables_name_what_could_not_be_measured():
+    result = {
+        "bounds": {"bytes_per_s": 4e12, "flops_per_s": 8e14},
+        "rows": [
+            {
+                "projection": "qkv",
+                "tokens": 1,
+                "bound_us": 5.0,
+                "torch_us": 10.0,
+                "cublaslt_us": 9.0,
+                "cublaslt_tuned_us": 8.0,
+                "cudnn_note": "ImportError: no cudnn",
+            }
+        ],
+    }
+    text = tables.dense_tables(result)
+    assert "cublaslt tuned us" in text and "- cudnn: ImportError: no cudnn" in text
+
+
+def test_results_are_plain_json(tmp_path):
+    json.dumps(moe.measure_moe(TINY, 2, CPU, "reference", repeats=1), allow_nan=False)
+    assert load.Load(1, 4, 8, 8, 264).num_requests == 4
