@@ -1,0 +1,1 @@
+"""What a MegaMoE kernel is (`base`) and the kernels that exist: FlashInfer's, and one in plain torch."""

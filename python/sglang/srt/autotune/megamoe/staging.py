@@ -1,0 +1,230 @@
+"""The MegaMoE part of a start, told in its order.
+
+check -> records -> tune what is missing -> open and warm -> commit -> freeze. Ranks that launch together take every
+branch together: what one of them cannot do, none does, and each says whose fault it was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.megamoe import knob_file
+from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
+from sglang.srt.autotune.megamoe.inputs import representative_inputs
+from sglang.srt.autotune.megamoe.kernels.base import MegaInputs, MegaMoEError
+from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles, knobs_in_use
+from sglang.srt.autotune.megamoe.records import NAMESPACE, Winner, key_of, read_winners, to_payload
+from sglang.srt.autotune.megamoe.tuning import POLICIES, TuningContext, tune
+
+logger = logging.getLogger(__name__)
+
+
+class NamespaceStore(Protocol):
+    """The part of the record file that MegaMoE uses."""
+
+    def namespace(self, name: str) -> Mapping[str, Any]:
+        """What was loaded under a namespace, `{key: JSON value}`."""
+        ...
+
+    def commit_namespace(self, name: str, entries: Mapping[str, Any]) -> None:
+        """Merge entries into the file."""
+        ...
+
+
+@dataclass
+class MegaMoEReport:
+    """Under `megamoe` in the stage's report. `winners` are by capacity; `tuned`, `cached`, `kept` count capacities."""
+
+    kernel: str
+    policy: str
+    capacities: list[int]
+    tuned: int = 0
+    cached: int = 0
+    kept: int = 0
+    winners: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rejected: list[dict[str, str]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stage_profiles(
+    profiles: MegaMoEProfiles,
+    capacities: Sequence[int],
+    store: NamespaceStore,
+    agreement: Agreement,
+    *,
+    dtype: torch.dtype,
+    startup: MegaInputs | None = None,
+    policy: str | None = None,
+    free_bytes: Callable[[], int | None] = lambda: None,
+    on_capacity: Callable[[int], None] = lambda capacity: None,
+) -> MegaMoEReport:
+    """Tune, open, warm and freeze a workspace for each of `capacities`; collective over the ranks of `agreement`.
+
+    Args:
+        startup: a batch of this rank to shape the tuning inputs after; None or empty makes some up.
+        policy: `native` or `sweep`; the kernel's own without it.
+        on_capacity: called after each capacity is open.
+
+    Raises:
+        MegaMoEError: it is too late (a forward ran, a capture is on), or a rank failed; the same on every rank.
+    """
+    started = time.monotonic()
+    report = MegaMoEReport(profiles.kernel.name, policy or profiles.kernel.policy, sorted(set(capacities)))
+    assert report.policy in POLICIES, f"no MegaMoE tuning policy {report.policy!r}"
+    staging = _Staging(profiles, store, agreement, report, dtype, startup, free_bytes, on_capacity)
+    try:
+        staging.run()
+    except BaseException:
+        if not profiles.is_frozen and not profiles.kernel.is_capturing():
+            profiles.abandon()
+        raise
+    report.seconds = round(time.monotonic() - started, 3)
+    return report
+
+
+@dataclass
+class _Staging:
+    profiles: MegaMoEProfiles
+    store: NamespaceStore
+    agreement: Agreement
+    report: MegaMoEReport
+    dtype: torch.dtype
+    startup: MegaInputs | None
+    free_bytes: Callable[[], int | None]
+    on_capacity: Callable[[int], None]
+
+    def run(self) -> None:
+        capacities, kernel = self.report.capacities, self.profiles.kernel
+        self._none_may_fail("whether MegaMoE profiles may be staged", self._too_late())
+        with scratch_knob_cache(kernel.required_environment()) as knob_cache:
+            known = self._known_winners(capacities)
+            missing = [capacity for capacity in capacities if capacity not in known]
+            if self.agreement.rank == self.agreement.ranks[0] and missing:
+                logger.info(
+                    "Tuning MegaMoE (%s, %s) at capacities %s", kernel.name, self.report.policy, missing
+                )
+            for winner in known.values():
+                if winner.entry is not None:
+                    knob_file.restore(knob_cache, [winner.entry], winner.version)
+                self._open(winner)
+            context = TuningContext(self.profiles, self.agreement, self._inputs, knob_cache, self.free_bytes)
+            began = time.monotonic()
+            for winner in tune(self.report.policy, context, missing):
+                self._keep(winner)
+                self._open(winner)
+            if missing:
+                self.report.timings["tuning"] = round(time.monotonic() - began, 3)
+            self.report.problems += context.problems
+            self.report.timings |= context.timings
+            self._commit_broadcast(known)
+        self.profiles.freeze(tuned=True)
+
+    # before anything -------------------------------------------------------------------------------------
+
+    def _too_late(self) -> str | None:
+        profiles = self.profiles
+        if profiles.has_run:
+            return "MegaMoE profiles must be tuned before the first forward, and one has run"
+        if profiles.kernel.is_capturing():
+            return "MegaMoE profiles cannot be tuned inside a graph capture"
+        if profiles.is_frozen:
+            return "MegaMoE profiles are frozen already: a geometry is staged once per start"
+        if not profiles.owners:
+            return "no layer was given to the MegaMoE profiles"
+        return None
+
+    # records ---------------------------------------------------------------------------------------------
+
+    def _known_winners(self, capacities: Sequence[int]) -> dict[int, Winner]:
+        """What need not be tuned: workspaces that this process has open keep their knobs, then rank 0's records."""
+        kernel = self.profiles.kernel
+        mine, rejected = read_winners(kernel, capacities, self.store.namespace(NAMESPACE))
+        self.report.rejected = rejected
+        for bad in rejected:
+            logger.warning("A MegaMoE record is not used: %s: %s", bad["key"], bad["reason"])
+        stored = {str(capacity): to_payload(kernel, winner) for capacity, winner in mine.items()}
+        answers = self.agreement.gather("MegaMoE records", stored)
+        named = {key_of(kernel, int(c)): payload for c, payload in answers[self.agreement.ranks[0]].items()}
+        known, bad_now = read_winners(kernel, capacities, named)
+        self._none_may_fail(
+            "whether rank 0's MegaMoE records can be used", bad_now[0]["reason"] if bad_now else None
+        )
+        for capacity in capacities:
+            knobs = knobs_in_use(kernel, capacity)
+            if knobs is not None:
+                known[capacity] = Winner(capacity, knobs, "kept")
+        return dict(sorted(known.items()))
+
+    def _keep(self, winner: Winner) -> None:
+        if winner.note is not None:
+            self.report.problems.append(f"capacity {winner.capacity}: {winner.note}")
+            logger.warning("MegaMoE capacity %d runs the kernel's default: %s", winner.capacity, winner.note)
+        if winner.entry is not None:
+            kernel = self.profiles.kernel
+            entries = {key_of(kernel, winner.capacity): to_payload(kernel, winner)}
+            self.store.commit_namespace(NAMESPACE, entries)
+
+    def _commit_broadcast(self, known: Mapping[int, Winner]) -> None:
+        """A rank whose own file lacked what rank 0 gave keeps it now."""
+        kernel, loaded = self.profiles.kernel, self.store.namespace(NAMESPACE)
+        entries = {
+            key_of(kernel, winner.capacity): to_payload(kernel, winner)
+            for winner in known.values()
+            if winner.source == "cached"
+        }
+        fresh = {key: payload for key, payload in entries.items() if loaded.get(key) != payload}
+        if fresh:
+            self.store.commit_namespace(NAMESPACE, fresh)
+
+    # opening ---------------------------------------------------------------------------------------------
+
+    def _open(self, winner: Winner) -> None:
+        capacity, profiles = winner.capacity, self.profiles
+        began = time.monotonic()
+        self.agreement.announce(f"opening the MegaMoE workspace for {capacity} tokens")
+        problem = None
+        try:
+            if winner.source == "default" and (knobs := profiles.kernel.default_knobs(capacity)):
+                # Or FlashInfer's lookup would take the winner of a neighbouring capacity.
+                profiles.kernel.record(knobs, capacity, None, "default")
+            profiles.create(capacity, winner.knobs)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._none_may_fail(f"whether the MegaMoE workspace for {capacity} tokens is open", problem)
+        profiles.warm(capacity, self._inputs(capacity))
+        self._count(winner, time.monotonic() - began)
+        self.on_capacity(capacity)
+
+    def _count(self, winner: Winner, seconds: float) -> None:
+        report = self.report
+        if winner.source in ("tuned", "cached", "kept"):
+            setattr(report, winner.source, getattr(report, winner.source) + 1)
+        report.winners[str(winner.capacity)] = {
+            "source": winner.source,
+            "knobs": winner.knobs,
+            "time_us": winner.time_us,
+            "default_us": winner.default_us,
+            "open_s": round(seconds, 3),
+        }
+
+    def _inputs(self, num_tokens: int) -> MegaInputs:
+        kernel = self.profiles.kernel
+        return representative_inputs(self.startup, num_tokens, kernel.geometry, self.dtype, kernel.device)
+
+    def _none_may_fail(self, question: str, problem: str | None) -> None:
+        """Raise on every rank when one of them has a problem."""
+        for rank, answer in self.agreement.gather(question, problem).items():
+            if answer is not None:
+                raise MegaMoEError(answer if self.agreement.is_alone else f"rank {rank}: {answer}")

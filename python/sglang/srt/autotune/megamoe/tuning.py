@@ -1,0 +1,156 @@
+"""How the knobs of the missing capacities are found: by FlashInfer itself, or by the sweeps of this tree.
+
+`native` is FlashInfer's own search, every candidate of it, compiled one after the other. `sweep` runs worker processes
+where a launch has one rank and goes in lock-step where it has several. All of them use temporary owners, which are
+gone before a public workspace of the same capacity is opened.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.megamoe import knob_file
+from sglang.srt.autotune.megamoe.kernels.base import MegaInputs, MegaMoEError
+from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
+from sglang.srt.autotune.megamoe.records import Winner
+from sglang.srt.autotune.megamoe.sweep_search import Choice
+
+logger = logging.getLogger(__name__)
+
+POLICIES = ("native", "sweep")
+
+
+@dataclass
+class TuningContext:
+    """What a policy works with.
+
+    `inputs(capacity)` gives representative inputs; `knob_cache` is the scratch file that the kernel reads;
+    `free_bytes` what workers may take of the device (None: no limit).
+    """
+
+    profiles: MegaMoEProfiles
+    agreement: Agreement
+    inputs: Callable[[int], MegaInputs]
+    knob_cache: Path
+    free_bytes: Callable[[], int | None] = lambda: None
+    problems: list[str] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+def tune(policy: str, context: TuningContext, capacities: Sequence[int]) -> Iterator[Winner]:
+    """A winner for each capacity, as they are found; on all ranks together where there are several."""
+    assert policy in POLICIES, f"no MegaMoE tuning policy {policy!r}"
+    if not capacities:
+        return
+    if policy == "native":
+        yield from _tune_natively(context, capacities)
+        return
+    kernel = context.profiles.kernel
+    for choice in _sweep(context, capacities):
+        if choice.knobs is None:
+            reason = choice.problems[0] if choice.problems else "no candidate was tried"
+            yield Winner(choice.capacity, None, "default", note=f"no candidate can be used: {reason}")
+            continue
+        kernel.record(choice.knobs, choice.capacity, choice.time_us, "sweep")
+        entry = knob_file.entry_at(context.knob_cache, kernel.entry_fields(), choice.capacity)
+        assert entry is not None, "the kernel did not write the knob-cache entry where it was told to"
+        version = knob_file.version_of(context.knob_cache)
+        yield Winner(
+            choice.capacity, choice.knobs, "tuned", entry, version, choice.time_us, choice.default_us
+        )
+
+
+def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice]:
+    from sglang.srt.autotune.megamoe.lockstep import LockstepSweep
+    from sglang.srt.autotune.megamoe.sweep import WorkerSweep, num_workers
+
+    kernel = context.profiles.kernel
+    alone = kernel.geometry.world_size == 1
+    workers = num_workers(kernel, context.free_bytes()) if kernel.bench() is not None else 0
+    if not alone:
+        order = _order_of_one_rank(context, capacities, workers) if kernel.device.type == "cuda" else None
+        yield from LockstepSweep(context, order).tune(capacities)
+        return
+    if workers == 0:
+        context.problems.append("no memory for a sweep worker: candidates are tried in this process")
+        yield from LockstepSweep(context).tune(capacities)
+        return
+    sweep = WorkerSweep(kernel, capacities, workers)
+    yield from sweep.run()
+    context.problems += sweep.problems
+    context.timings.update({f"sweep_{name}": seconds for name, seconds in sweep.seconds.items()})
+    context.timings |= {"workers": workers, "candidates": sweep.search.num_candidates}
+
+
+def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], workers: int) -> Any:
+    """Rank 0 sweeps with its own experts alone; its order of candidates is taken by all."""
+    from sglang.srt.autotune.megamoe.sweep import WorkerSweep
+
+    order: list[list[Any]] | None = None
+    kernel = context.profiles.kernel
+    if context.agreement.rank == context.agreement.ranks[0] and workers:
+        spec = kernel.bench()
+        sweep = WorkerSweep(kernel, capacities, workers, environment={"MEGA_NO_DIST": "1"}, spec=spec)
+        for _ in sweep.run():
+            context.agreement.announce("sweeping MegaMoE candidates on one rank")
+        order = [[capacity, sweep.search.ranking(capacity)] for capacity in capacities]
+    answers = context.agreement.gather("order of MegaMoE candidates", order)
+    order = answers[context.agreement.ranks[0]]
+    if order is None:
+        return None
+    # JSON made lists of tuples; the kernel's check turns them back.
+    return {capacity: [kernel.check_knobs(knobs) for knobs in ranking] for capacity, ranking in order}
+
+
+def _tune_natively(context: TuningContext, capacities: Sequence[int]) -> Iterator[Winner]:
+    """FlashInfer's AUTO: it tunes in the first forward of a temporary owner and rank 0 records the winner."""
+    kernel, agreement = context.profiles.kernel, context.agreement
+    for capacity in capacities:
+        agreement.announce(f"native MegaMoE tuning at capacity {capacity}")
+        owner = kernel.create_owner(context.profiles.weights[0], capacity, "auto")
+        try:
+            owner.warmup(context.inputs(capacity))
+        finally:
+            owner.destroy()
+        entry = knob_file.entry_at(context.knob_cache, kernel.entry_fields(), capacity)
+        version = knob_file.version_of(context.knob_cache)
+        answers = agreement.gather(f"native MegaMoE winner at {capacity}", [entry, version])
+        theirs, version = answers[agreement.ranks[0]]
+        if theirs is None:
+            raise MegaMoEError(f"FlashInfer's tuning recorded no MegaMoE winner for capacity {capacity}")
+        if entry is None:
+            knob_file.restore(context.knob_cache, [theirs], version)
+        knobs = kernel.check_knobs(theirs["knobs"])
+        yield Winner(capacity, knobs, "tuned", theirs, version, theirs.get("p50_us"))
+
+
+def collective_reference(context: TuningContext, inputs: MegaInputs) -> torch.Tensor:
+    """This rank's `[T, H]` float32 reference; over several ranks each computes its experts for all tokens."""
+    profiles = context.profiles
+    kernel, geometry, weights = profiles.kernel, profiles.kernel.geometry, profiles.weights[0]
+    if geometry.world_size == 1:
+        return kernel.float_reference(weights, inputs)
+    group = getattr(kernel, "group", None)
+    everyone = [_gathered(part, geometry.world_size, group) for part in _parts(inputs)]
+    first = geometry.rank * geometry.num_local_experts
+    partial = kernel.float_reference(weights, MegaInputs(*everyone), first).contiguous()
+    dist.all_reduce(partial, group=group)
+    return partial[geometry.rank * inputs.num_tokens :][: inputs.num_tokens]
+
+
+def _parts(inputs: MegaInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return inputs.hidden_states, inputs.topk_ids, inputs.topk_weights
+
+
+def _gathered(tensor: torch.Tensor, world_size: int, group: Any) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
