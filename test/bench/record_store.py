@@ -1,4 +1,4 @@
-"""Print how long the record file takes to write and to load: `PYTHONPATH=python python test/bench/record_store.py [N]`."""
+"""Print how long the record file takes to write and to load: `python test/bench/record_store.py [N]`."""
 
 from __future__ import annotations
 
