@@ -147,3 +147,10 @@ def test_without_a_gpu_the_timing_module_is_missing_by_name(monkeypatch):
         pytest.skip("it loads here")
     with pytest.raises(flashinfer_api.TuningUnavailable, match="timing module"):
         flashinfer_api.load_timing_module()
+
+
+def test_tuning_waits_less_before_each_tactic_and_puts_the_delay_back():
+    before = flashinfer_api.tuner().stream_delay_micro_secs
+    with flashinfer_api.tuning(8, ()):
+        assert flashinfer_api.tuner().stream_delay_micro_secs == flashinfer_api.STREAM_DELAY_US < before
+    assert flashinfer_api.tuner().stream_delay_micro_secs == before
