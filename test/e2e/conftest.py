@@ -53,7 +53,9 @@ class ServerProcess:
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
         command = [sys.executable, "-m", "sglang.cli.main", "serve", "--port", str(self.port), *arguments]
-        python_path = os.pathsep.join(filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH")]))
+        python_path = os.pathsep.join(
+            filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH")])
+        )
         defaults = {"PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         with open(log_path, "ab") as log:
             self.process = subprocess.Popen(
@@ -95,7 +97,9 @@ class ServerProcess:
                 if holds():
                     return
             if self.process.poll() is not None:
-                pytest.fail(f"the server ended with {self.process.returncode} before {what}:\n{self.log_tail}")
+                pytest.fail(
+                    f"the server ended with {self.process.returncode} before {what}:\n{self.log_tail}"
+                )
             if time.monotonic() > deadline_s:
                 pytest.fail(f"not within {timeout_s} s: {what}\n{self.log_tail}")
             time.sleep(0.1)

@@ -104,9 +104,7 @@ def test_the_same_seed_gives_the_same_text_whatever_else_runs(server):
 
 
 def test_without_a_seed_sampled_texts_differ(server):
-    texts = {
-        server.complete("same", max_tokens=24, ignore_eos=True)["choices"][0]["text"] for _ in range(3)
-    }
+    texts = {server.complete("same", max_tokens=24, ignore_eos=True)["choices"][0]["text"] for _ in range(3)}
     assert len(texts) == 3
 
 

@@ -96,13 +96,77 @@ def test_a_signal_during_the_start_stops_it_cleanly(start_server, gone):
     assert "Traceback" not in server.log
 
 
+class Call(threading.Thread):
+    """A long completion in the background; `response` is what came of it."""
+
+    def __init__(self, server):
+        super().__init__()
+        self.server, self.response = server, None
+        self.start()
+
+    def run(self):
+        body = {"prompt": "long", "max_tokens": 500, "n": 64, "ignore_eos": True}
+        self.response = self.server.post("/v1/completions", json=body)
+
+    def assert_told(self):
+        """The client was told in an orderly way that its request failed, and nothing of the server's insides."""
+        self.join(30)
+        assert self.response is not None, "the connection broke without an answer"
+        assert self.response.status_code == 500
+        assert self.response.json()["error"]["message"]
+        assert "Traceback" not in self.response.text and "/" not in self.response.text
+
+
 def test_a_worker_that_is_killed_takes_the_server_down(start_server, gone):
     server = start_server("--disable-flashinfer-autotune").wait_ready()
     pids = server.pids()
+    call = Call(server)
+    server.wait_until("it runs", lambda: server.info()["internal_states"][0]["num_running_reqs"] > 0, 30)
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     assert server.wait_exit() == 1
     assert gone(pids)
     assert "rank 0 ended with signal SIGKILL" in server.log
+    call.assert_told()
+
+
+# Python imports a module of this name when it starts: here it breaks one method in every process of the server.
+BREAK = """
+from {module} import {owner}
+def broken(*args, **kwargs):
+    raise RuntimeError("broken on purpose")
+{owner}.{method} = broken
+"""
+
+
+def break_method(directory, module, owner, method):
+    """Environment in which `owner.method` of `module` raises."""
+    (directory / "sitecustomize.py").write_text(BREAK.format(module=module, owner=owner, method=method))
+    return {"PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
+
+
+def test_a_worker_that_fails_in_its_start_takes_the_server_down_with_its_traceback(
+    start_server, gone, tmp_path
+):
+    environment = break_method(tmp_path, "sglang.srt.managers.executor", "ModelExecutor", "__init__")
+    server = start_server("--disable-flashinfer-autotune", **environment)
+    server.wait_until("a worker is there", lambda: bool(server.worker_pids()), 30)
+    pids = server.pids()
+    assert server.wait_exit(60) == 1
+    assert gone(pids)
+    assert "worker of rank 0 failed" in server.log and "RuntimeError: broken on purpose" in server.log
+
+
+def test_a_worker_that_fails_while_it_serves_tells_its_clients_and_takes_the_server_down(
+    start_server, gone, tmp_path
+):
+    environment = break_method(tmp_path, "sglang.srt.managers.executor", "ModelExecutor", "execute")
+    server = start_server("--disable-flashinfer-autotune", **environment).wait_ready()
+    pids = server.pids()
+    call = Call(server)
+    assert server.wait_exit() == 1
+    call.assert_told()
+    assert gone(pids)
+    assert "RuntimeError: broken on purpose" in server.log
 
 
 def test_a_worker_that_refuses_to_start_takes_the_server_down_with_its_reason(start_server, gone, tiny_model):
