@@ -335,6 +335,24 @@ def test_a_difference_between_ranks_that_must_agree_is_repaired_from_the_lowest_
     assert first0["ranks"][1]["disagreements"] == 2, "rank 0's report tells of it"
 
 
+def given_to(rank, size, port, root, path, ranks):
+    me = Rank(rank, size, port)
+    return me.start(root, given_records=(Path(path),) if rank in ranks else ())
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_given_record_stands_only_where_every_rank_was_given_it(tmp_path, ranks):
+    (key, *_), stamp = all_start(2, tmp_path / "a")[0]["winners"], flashinfer_api.environment()
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({"_metadata": stamp, key: ["ReferenceMoE", 3]}))
+    reports = all_start(2, tmp_path / "b", given_to, str(given), ranks)
+    same_everywhere(reports, "winners")
+    same_everywhere(reports, "collectives")
+    assert [report["profiles_tuned"] for report in reports] == [NUM_STEPS - (len(ranks) == 2)] * 2
+    if len(ranks) == 2:
+        assert reports[0]["winners"][key][1] == 3
+
+
 def killed_at(rank, size, port, root, victim, step):
     me = Rank(rank, size, port, bound_s=3.0)
     host = me.host()

@@ -84,9 +84,13 @@ class CachePhase:
         records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
         self._load_into_tuner(self._merged)
 
-    def reload_without(self, buckets: Collection[int]) -> None:
-        """Drop the records of buckets that some coupled rank must tune; the others stay."""
-        self._merged = self._merged.without_buckets(buckets)
+    def given_keys(self) -> list[str]:
+        """Keys of the records that were given on purpose."""
+        return sorted(key for key, record in self._merged.records.items() if record.source == "given")
+
+    def reload_without(self, buckets: Collection[int], keep: Collection[str]) -> None:
+        """Drop the records of buckets that some coupled rank must tune, except ``keep``, which every rank holds."""
+        self._merged = self._merged.without_buckets(buckets, keep)
         flashinfer_api.forget_everything()
         self._load_into_tuner(self._merged)
 

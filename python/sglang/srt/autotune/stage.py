@@ -283,7 +283,8 @@ class _Stage:
             else:
                 uncovered_buckets.add(step.bucket)
         if not self.agreement.is_alone and uncovered_buckets:
-            cache.reload_without(uncovered_buckets)
+            given = self.agreement.gather("records given to the ranks", cache.given_keys())
+            cache.reload_without(uncovered_buckets, set.intersection(*map(set, given.values())))
         return covered
 
     def _coverage(self, step: Step, journal: Journal) -> Coverage | None:
