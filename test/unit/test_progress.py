@@ -42,15 +42,23 @@ class HeardLines(logging.Handler):
             assert self._more.wait_for(lambda: len(self.lines) >= count, WAIT_S)
 
 
+LOGGER = logging.getLogger("sglang.srt.autotune.progress")
+
+
+@pytest.fixture(autouse=True)
+def at_info():
+    level = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    yield
+    LOGGER.setLevel(level)
+
+
 @pytest.fixture
 def heard():
-    logger, handler = logging.getLogger("sglang.srt.autotune.progress"), HeardLines()
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    handler = HeardLines()
+    LOGGER.addHandler(handler)
     yield handler
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    LOGGER.removeHandler(handler)
 
 
 def test_without_a_terminal_lines_come_even_while_one_step_takes_long(heard):
@@ -139,3 +147,12 @@ def test_the_table_is_plain_text_where_there_is_no_terminal():
     console = pipe()
     print_table(report(), console)
     assert console.file.getvalue().isascii()
+
+
+def test_a_higher_log_level_silences_bar_lines_and_table(heard):
+    LOGGER.setLevel(logging.WARNING)
+    console = terminal()
+    with StageProgress(1, visible=True, console=console) as progress:
+        progress.begin("decode 1")
+    print_table(report(), console)
+    assert console.file.getvalue() == ""

@@ -16,6 +16,8 @@ PROG = "sglang autotune"
 #: Subcommand -> what it does; its module has the same name with underscores.
 COMMANDS = {
     "plan": "print what a start would tune; needs no GPU and no weights",
+    "tune": "tune as a start would, keep the records and exit",
+    "report": "show the report of a start, or write it as a page",
     "show": "show records: what was chosen, how it was measured, and whether it would load here",
     "diff": "compare two record files",
     "merge": "merge record files of one environment",

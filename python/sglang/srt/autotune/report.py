@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -94,7 +95,9 @@ class StageReport:
     warnings: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
+        """The document: plain JSON, a number that is not finite becomes null."""
+        document: dict[str, Any] = _finite({"schema": SCHEMA, **asdict(self)})
+        return document
 
     def write(self, path: Path) -> None:
         """Write the document atomically; raises OSError."""
@@ -115,6 +118,14 @@ class StageReport:
                 self.write(Path(self.cache_path).with_name(REPORT_NAME))
             except OSError as error:
                 logger.warning("The autotune report cannot be kept beside the records: %s", error)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_engine(host: Host) -> dict[str, Any]:

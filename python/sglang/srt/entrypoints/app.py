@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sglang.srt.entrypoints.autotune_routes import add_autotune_routes
 from sglang.srt.entrypoints.disconnect import ClientGone, EventStream, answer_while_connected
 from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.openai.completions import CompletionCall
@@ -57,6 +58,7 @@ def build_app(services: Services) -> ASGIApp:
     _add_error_handlers(app)
     _add_status_routes(app, services)
     _add_openai_routes(app, services)
+    add_autotune_routes(app, services.status)
     key = services.server_args.api_key
     return app if key is None else _RequireKey(app, key)
 

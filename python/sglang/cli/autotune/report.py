@@ -1,0 +1,98 @@
+"""`sglang autotune report`: what a start did, from its report file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sglang.cli.autotune.common import print_table
+from sglang.srt.autotune.report import read_report
+from sglang.srt.flags import FlagParser
+
+
+def parser() -> FlagParser:
+    """The flags of this sub-command."""
+    own = FlagParser(
+        prog="sglang autotune report",
+        description="Print the report of a start, or write it as one HTML page that needs no other file.",
+    )
+    own.add_argument(
+        "path",
+        type=Path,
+        metavar="FILE|DIR",
+        help="A report, or a directory whose newest report.json is taken.",
+    )
+    own.add_argument(
+        "--html", type=Path, metavar="OUT", help="Write the page to this file and print nothing else."
+    )
+    return own
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print or write; raises `ValueError` that names the file when there is no report or no place to write."""
+    own = parser().parse_args(argv)
+    report = read_report(own.path)
+    if own.html is None:
+        print_report(report)
+        return 0
+    from sglang.srt.autotune.page import render_page
+
+    try:
+        own.html.write_text(render_page(report), encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--html {own.html} cannot be written: {error.strerror}") from error
+    print(f"wrote {own.html}")
+    return 0
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report on stdout: outcome, steps, records, and whatever needs a look."""
+    records, engine = report["records"], report.get("engine") or {}
+    gpu = report.get("environment", {}).get("gpu", "unknown")
+    print(f"FlashInfer autotune {report['status']} in {report['seconds']:.2f} s: {report['reason']}")
+    if engine.get("model"):
+        device = gpu if gpu != "unknown" else engine.get("device")
+        print(f"for {engine['model'].get('model_type')}, {engine.get('dtype')}, on {device}")
+    if report["steps"]:
+        print_table(_steps(report["steps"]))
+        counts = ", ".join(f"{records[name]} {name}" for name in ("seeded", "user", "given", "tuned"))
+        print(
+            f"records: {counts}; {len(records['rejected'])} rejected; kept at {report['cache_path'] or 'memory only'}"
+        )
+    for line in _notes(report):
+        print(line)
+    sys.stdout.flush()
+
+
+def _steps(steps: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "default ms", "tuned ms", "speedup", "source", "seconds"):
+        table.add_column(name, justify="left" if name in ("step", "source") else "right", no_wrap=True)
+    for step in steps:
+        default, tuned = step["default_ms"], step["tuned_ms"]
+        table.add_row(
+            f"{step['phase']} {step['num_tokens']}",
+            "" if default is None else f"{default:.3f}",
+            "" if tuned is None else f"{tuned:.3f}",
+            f"{default / tuned:.2f}x" if default and tuned else "",
+            step["source"],
+            f"{step['seconds']:.2f}",
+        )
+    return table
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    notes = [f"step {s['phase']} {s['num_tokens']}: {s['note']}" for s in report["steps"] if s.get("note")]
+    notes += [f"rejected: {item['reason']}" for item in report["records"]["rejected"]]
+    notes += [
+        f"seed {s['name']} not used: {'; '.join(s['reasons'])}" for s in report["seeds"] if not s["used"]
+    ]
+    notes += [f"fallback at {f['step']}: {f['op']} {f['shapes']}" for f in report["fallback_details"]]
+    notes += [f"rank {d['rank']} took another rank's choice for {d['key']}" for d in report["disagreements"]]
+    never = report["skipped_ops"]["never_asked"]
+    notes += [f"no forward asked for the skipped op {op}" for op in never]
+    return notes + list(report["warnings"])
