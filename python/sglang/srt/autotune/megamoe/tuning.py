@@ -8,6 +8,7 @@ gone before a public workspace of the same capacity is opened.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,13 +75,16 @@ def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice
 
     kernel = context.profiles.kernel
     alone = kernel.geometry.world_size == 1
-    workers = num_workers(kernel, context.free_bytes()) if kernel.bench() is not None else 0
+    workers = 0
+    # A daemonic process, as some launchers make them, may not start workers.
+    if kernel.bench() is not None and not multiprocessing.current_process().daemon:
+        workers = num_workers(kernel, context.free_bytes())
     if not alone:
         order = _order_of_one_rank(context, capacities, workers) if kernel.device.type == "cuda" else None
         yield from LockstepSweep(context, order).tune(capacities)
         return
     if workers == 0:
-        context.problems.append("no memory for a sweep worker: candidates are tried in this process")
+        context.problems.append("no sweep worker can be started: candidates are tried in this process")
         yield from LockstepSweep(context).tune(capacities)
         return
     sweep = WorkerSweep(kernel, capacities, workers)
