@@ -10,7 +10,7 @@ from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.layers.dp_attention import gather_tokens, local_tokens
 from sglang.srt.layers.linear import Linear, divide
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
-from sglang.srt.layers.moe.topk import balanced_topk_ids, select_experts
+from sglang.srt.layers.moe.topk import balanced_topk_ids, expert_selector
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots, WeightSlot
 
@@ -60,6 +60,7 @@ class FusedMoE(nn.Module):
             config.hidden_size,
             self.shape.intermediate_size,
         )
+        self._select_experts = expert_selector(device)
         self.gate = Linear(hidden, config.num_experts, False, dtype, device)
         w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype, device=device)
         w2 = torch.empty(experts, hidden, inner, dtype=dtype, device=device)
@@ -81,7 +82,7 @@ class FusedMoE(nn.Module):
         if hidden_states.shape[0] == 0:
             return hidden_states
         top_k, num_experts = self.shape.top_k, self.shape.num_experts
-        topk_weights, topk_ids = select_experts(self.gate(hidden_states), top_k, self.renormalize)
+        topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
         if balanced:
             topk_ids = balanced_topk_ids(hidden_states.shape[0], top_k, num_experts, hidden_states.device)
         partial = self.runner.run(hidden_states, topk_ids, topk_weights, self.w13, self.w2)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
+
 import torch
+
+logger = logging.getLogger(__name__)
+
+Selector = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
 
 
 def select_experts(
@@ -21,6 +29,23 @@ def select_experts(
     if renormalize:
         topk_weights = topk_weights / topk_weights.sum(dim=-1, keepdim=True)
     return topk_weights, topk_ids.to(torch.int32)
+
+
+@functools.cache
+def expert_selector(device: torch.device) -> Selector:
+    """`select_experts` for tensors on `device`: one kernel on a GPU, or, with a warning, torch where that fails."""
+    if device.type != "cuda":
+        return select_experts
+    try:
+        from sglang.srt.layers.moe.router_kernel import route
+
+        route(torch.zeros(2, 8, device=device), 2, True)
+        torch.cuda.synchronize(device)
+    except Exception as error:  # Triton is missing, or finds no compiler for its launcher
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+        logger.warning("Routing runs in plain torch: the Triton kernel fails (%s)", reason)
+        return select_experts
+    return route
 
 
 def balanced_topk_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
