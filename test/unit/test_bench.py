@@ -1,5 +1,6 @@
 """The benchmark's arithmetic and flow, with a tiny model on the CPU in place of a GPU's; its times mean nothing."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from sglang.srt.autotune.bench import load, moe, outputs, tables
 from sglang.srt.autotune.bench.bounds import Bounds, moe_work
 from sglang.srt.autotune.bench.drive import Driver, build_runner
 from sglang.srt.autotune.bench.engine import EngineLoad, measure_engine
-from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, shape_of, write_config
+from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, shape_of, write_config, write_tokenizer
 from sglang.srt.autotune.bench.results import ResultFolder
 from sglang.srt.server_args import ServerArgs
 
@@ -231,6 +232,67 @@ def test_dense_tables_name_what_could_not_be_measured():
     }
     text = tables.dense_tables(result)
     assert "cublaslt tuned us" in text and "- cudnn: ImportError: no cudnn" in text
+
+
+async def stream_of(lines, port_of, request_of):
+    """Stands where a server would: it answers one connection with `lines`, as chunks."""
+
+    async def answer(reader, writer):
+        request_of.set_result(
+            await reader.readuntil(b"}}") if not lines[0].startswith(b"HTTP/1.1 4") else b""
+        )
+        for line in lines:
+            writer.write(line)
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port_of.set_result(server.sockets[0].getsockname()[1])
+    return server
+
+
+def completed(lines, output_len=2):
+    async def run():
+        loop = asyncio.get_running_loop()
+        port, request = loop.create_future(), loop.create_future()
+        async with await stream_of(lines, port, request):
+            answer = await load._complete("127.0.0.1", await port, [5, 6], output_len)
+            return answer, await request
+
+    return asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def chunk(event):
+    text = b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+    return b"%x\r\n%s\r\n" % (len(text), text)
+
+
+OK_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKEN, USAGE = {"choices": [{"text": "t7"}]}, {"choices": [], "usage": {"completion_tokens": 2}}
+
+
+def test_the_load_generator_times_the_first_token_and_those_after_it():
+    answer, request = completed([OK_HEAD, chunk(TOKEN), chunk(TOKEN), chunk(USAGE), b"data: [DONE]\n\n"])
+    assert answer.num_tokens == 2 and 0 < answer.ttft_s < 5 and 0 < answer.rest_s < 5
+    assert b'"prompt": [5, 6]' in request and b'"stream": true' in request
+
+
+def test_the_load_generator_passes_on_what_a_server_complains_of():
+    with pytest.raises(RuntimeError, match="400 Bad Request: .*too long"):
+        completed([b"HTTP/1.1 400 Bad Request\r\ncontent-length: 15\r\n\r\nprompt too long"])
+    with pytest.raises(RuntimeError, match="a request failed: worker died"):
+        completed([OK_HEAD, chunk(TOKEN), chunk({"error": "worker died"})])
+    with pytest.raises(RuntimeError, match="2 tokens instead of 9"):
+        completed([OK_HEAD, chunk(TOKEN), chunk(USAGE)], output_len=9)
+
+
+def test_the_tokenizer_of_random_weights_shows_every_id_as_text(tmp_path):
+    from sglang.srt.managers.tokenizer import TextTokenizer
+
+    args = server_args(tmp_path)
+    write_tokenizer(tmp_path / "model", 264)
+    assert TextTokenizer.load(args).decode([3, 263]) == "t3 t263"
 
 
 def test_results_are_plain_json(tmp_path):

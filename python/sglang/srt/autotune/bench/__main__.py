@@ -18,7 +18,6 @@ from typing import Any
 from sglang.srt.autotune.bench.results import ResultFolder
 from sglang.srt.autotune.bench.tables import TABLES, document_tables
 from sglang.srt.autotune.flashinfer_api import quiet_environment
-from sglang.srt.configs.model_config import BUILTIN_MODEL_PATH
 from sglang.srt.utils.logs import setup_logging
 
 PROG = "python -m sglang.srt.autotune.bench"
@@ -57,12 +56,6 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=2,
         help="Requests of the serving piece for each concurrent client. Default: 2.",
-    )
-    result.add_argument(
-        "--tokenizer-path",
-        default=BUILTIN_MODEL_PATH,
-        metavar="PATH",
-        help="A tokenizer for the serving piece; requests are token ids. Default: the built-in model's.",
     )
     result.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     return result
@@ -113,7 +106,6 @@ def run_pieces(args: argparse.Namespace, folder: ResultFolder) -> list[str]:
             continue
         command = [sys.executable, "-m", MODULE, "--in-process", "--out", str(args.out), "--pieces", piece]
         command += ["--layers", str(args.layers), "--requests-per-client", str(args.requests_per_client)]
-        command += ["--tokenizer-path", args.tokenizer_path]
         code = _run_child(command, {**quiet_environment(), **os.environ})
         if code:
             logger.error("piece %s ended with %d", piece, code)
@@ -223,7 +215,6 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
 
     return measure_serving(
         {**QWEN3_30B_A3B, "num_hidden_layers": args.layers},
-        args.tokenizer_path,
         [1, 16, 64, 256],
         requests_per_client=args.requests_per_client,
         log_folder=args.out,

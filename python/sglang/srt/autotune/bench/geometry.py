@@ -64,3 +64,19 @@ def shape_of(config: dict[str, Any], max_num_tokens: int) -> MoEShape:
         dtype=getattr(torch, config["torch_dtype"]),
         max_num_tokens=max_num_tokens,
     )
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """A tokenizer that has a word for every id, so that each token of random weights shows as text at once."""
+    words = {f"t{number}": number for number in range(vocab_size)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "t0"}
+    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
+    content: dict[str, Any] = {
+        "version": "1.0",
+        **dict.fromkeys(parts),
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": model,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -49,7 +49,7 @@ def measure_outputs(
         model = write_config(Path(folder, "model"), config, num_hidden_layers=num_layers)
         args = {"model_path": str(model), "load_format": "dummy", "device": device.type, **flags}
         logits = _logit_errors(args, prompt_lengths, Path(folder))
-        greedy = _two_starts(args, Path(folder))
+        greedy = _two_starts(args)
     return {
         "sampled_rows": SAMPLED_ROWS,
         "num_layers": num_layers,
@@ -159,7 +159,7 @@ def _logits(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> list[torch
     return results
 
 
-def _two_starts(args: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _two_starts(args: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens of two processes under deterministic inference."""
     flags = ["--enable-deterministic-inference"]
     for name, value in args.items():
@@ -173,7 +173,7 @@ def _two_starts(args: dict[str, Any], folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "sglang.srt.autotune.bench.greedy", *flags]
     outputs = []
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GREEDY_WITHIN_S, cwd=folder)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GREEDY_WITHIN_S)
         if done.returncode:
             raise RuntimeError(f"a deterministic start ended with {done.returncode}:\n{done.stderr[-2000:]}")
         outputs.append(json.loads(done.stdout.strip().splitlines()[-1]))

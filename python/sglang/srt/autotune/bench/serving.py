@@ -16,12 +16,13 @@ from typing import Any
 
 import httpx
 
-from sglang.srt.autotune.bench.geometry import write_config
+from sglang.srt.autotune.bench.geometry import write_config, write_tokenizer
 from sglang.srt.autotune.bench.load import Load, run_load
 from sglang.srt.utils.network import free_port
 
 logger = logging.getLogger(__name__)
 
+HOST = "127.0.0.1"
 READY_WITHIN_S = 280.0
 LOAD_WITHIN_S = 280.0
 STOP_WITHIN_S = 30.0
@@ -31,7 +32,6 @@ ARMS: dict[str, list[str]] = {"default": ["--disable-flashinfer-autotune"], "tun
 
 def measure_serving(
     config: dict[str, Any],
-    tokenizer: str,
     concurrencies: Sequence[int],
     requests_per_client: int = 2,
     input_len: int = 512,
@@ -47,24 +47,25 @@ def measure_serving(
     arms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sglang-bench-") as folder:
         model = write_config(Path(folder, "model"), config)
+        write_tokenizer(model, config["vocab_size"])
         for arm, arm_flags in ARMS.items():
             command = [
-                *("--model-path", str(model), "--load-format", "dummy", "--tokenizer-path", tokenizer),
+                *("--model-path", str(model), "--load-format", "dummy"),
                 *("--context-length", str(max(1024, input_len + output_len)), *flags, *arm_flags),
             ]
             log_path = (log_folder or Path(folder)) / f"server-{arm}.log"
             began = time.monotonic()
-            with server(command, log_path, {"SGLANG_CACHE_DIR": str(Path(folder, "cache", arm))}) as base_url:
+            with server(command, log_path, {"SGLANG_CACHE_DIR": str(Path(folder, "cache", arm))}) as port:
                 arms[arm] = {"start_s": time.monotonic() - began, "command": command}
-                info = httpx.get(f"{base_url}/server_info", timeout=30.0, trust_env=False).json()
+                info = httpx.get(f"http://{HOST}:{port}/server_info", timeout=30.0, trust_env=False).json()
                 arms[arm]["autotune"] = info.get("autotune")
                 warmup = Load(1, 1, input_len, 8, config["vocab_size"])
-                run_load(base_url, warmup, LOAD_WITHIN_S)
+                run_load(HOST, port, warmup, LOAD_WITHIN_S)
                 rows = []
                 for concurrency in concurrencies:
                     num_requests = max(4, requests_per_client * concurrency)
                     load = Load(concurrency, num_requests, input_len, output_len, config["vocab_size"])
-                    row = run_load(base_url, load, LOAD_WITHIN_S)
+                    row = run_load(HOST, port, load, LOAD_WITHIN_S)
                     logger.info(
                         "%s at %d: %.0f tokens/s, TTFT %.0f ms, ITL %.2f ms",
                         arm,
@@ -84,34 +85,33 @@ def measure_serving(
 
 
 @contextlib.contextmanager
-def server(flags: Sequence[str], log_path: Path, environment: dict[str, str]) -> Iterator[str]:
-    """A ready server; gives its address and stops it, whatever happens inside.
+def server(flags: Sequence[str], log_path: Path, environment: dict[str, str]) -> Iterator[int]:
+    """A ready server; gives its port and stops it, whatever happens inside.
 
     Raises:
         RuntimeError: it ended or was not ready in time; the message holds the end of its log.
     """
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *flags]
+    command = [sys.executable, "-m", "sglang.launch_server", "--host", HOST, "--port", str(port), *flags]
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with open(log_path, "wb") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env={**os.environ, **environment}, start_new_session=True
         )
-    base_url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(process, base_url, log_path)
-        yield base_url
+        _wait_ready(process, f"http://{HOST}:{port}/health", log_path)
+        yield port
     finally:
         _stop(process)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], base_url: str, log_path: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
     deadline = time.monotonic() + READY_WITHIN_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the server ended with {process.returncode}:\n{_tail(log_path)}")
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{base_url}/health", timeout=5.0, trust_env=False).status_code == 200:
+            if httpx.get(url, timeout=5.0, trust_env=False).status_code == 200:
                 return
         time.sleep(0.2)
     raise RuntimeError(f"the server was not ready in {READY_WITHIN_S:g} s:\n{_tail(log_path)}")

@@ -127,7 +127,8 @@ def serving_tables(result: Result) -> str:
     stage = arms["tuned"]["autotune"] or {}
     note = (
         f"Random prompts of {result['input_len']} tokens, {result['output_len']} out. Cut to "
-        f"{result['requests_per_client']} requests for each concurrent client (at least 4). TTFT and ITL are medians. "
+        f"{result['requests_per_client']} requests for each concurrent client (at least 4). "
+        "TTFT and the time between tokens (ITL) are medians over requests. "
         f"Process start to ready: {starts}; the tuned one's stage took {stage.get('seconds', 0.0):.1f} s."
     )
     return f"{note}\n\n{table(head, rows)}"
