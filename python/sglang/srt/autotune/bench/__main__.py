@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang.srt.autotune.bench.results import ResultFolder
 from sglang.srt.autotune.bench.tables import TABLES, document_tables
-from sglang.srt.autotune.flashinfer_api import quiet_environment
+from sglang.srt.managers.worker_environment import prepare_environment
 from sglang.srt.utils.logs import setup_logging
 
 PROG = "python -m sglang.srt.autotune.bench"
@@ -106,7 +106,9 @@ def run_pieces(args: argparse.Namespace, folder: ResultFolder) -> list[str]:
             continue
         command = [sys.executable, "-m", MODULE, "--in-process", "--out", str(args.out), "--pieces", piece]
         command += ["--layers", str(args.layers), "--requests-per-client", str(args.requests_per_client)]
-        code = _run_child(command, {**quiet_environment(), **os.environ})
+        environment = dict(os.environ)
+        prepare_environment(environment)
+        code = _run_child(command, environment)
         if code:
             logger.error("piece %s ended with %d", piece, code)
             failed.append(piece)
