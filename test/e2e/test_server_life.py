@@ -227,3 +227,28 @@ def test_an_api_key_is_asked_for_everywhere_but_on_health(start_server):
     assert httpx.get(server.base_url + "/v1/models", headers=right).status_code == 200
     info = httpx.get(server.base_url + "/server_info", headers=right)
     assert info.status_code == 200 and "secret" not in info.text
+
+
+def test_metrics_count_requests_and_tokens_under_the_names_of_sglang(start_server):
+    server = start_server("--disable-flashinfer-autotune", "--enable-metrics").wait_ready()
+    server.complete(["one", "three"], max_tokens=4, ignore_eos=True, n=2)
+    values = dict(line.rsplit(" ", 1) for line in server.get("/metrics").text.splitlines() if line[0] != "#")
+    label = '{model_name="' + server.info()["served_model_name"] + '"}'
+    expected = {
+        "num_requests_total": 4,
+        "num_aborted_requests_total": 0,
+        "prompt_tokens_total": 2 * 3 + 2 * 5,
+        "generation_tokens_total": 16,
+        "time_to_first_token_seconds_count": 4,
+        "inter_token_latency_seconds_count": 12,
+        "e2e_request_latency_seconds_count": 4,
+        "num_running_reqs": 0,
+        "num_queue_reqs": 0,
+        "token_usage": 0,
+    }
+    assert {name: float(values[f"sglang:{name}{label}"]) for name in expected} == expected
+    assert float(values['sglang:autotune_status{status="skipped"}']) == 1
+
+
+def test_without_the_flag_there_are_no_metrics(server):
+    assert server.get("/metrics").status_code == 404

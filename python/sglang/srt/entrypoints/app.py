@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang.srt.entrypoints.autotune_routes import add_autotune_routes
 from sglang.srt.entrypoints.disconnect import ClientGone, EventStream, answer_while_connected
 from sglang.srt.entrypoints.engine_status import EngineStatus
+from sglang.srt.entrypoints.metrics import ServingMetrics
 from sglang.srt.entrypoints.openai.completions import CompletionCall
 from sglang.srt.entrypoints.openai.errors import ApiError, json_response
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest, parse_body
@@ -40,6 +42,7 @@ class Services:
     status: EngineStatus
     manager: TokenizerManager
     context_length: int
+    metrics: ServingMetrics | None = None
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -95,12 +98,25 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
     async def server_info() -> Response:
         return json_response(await _server_info(services))
 
+    if services.metrics is not None:
+        _add_metrics_route(app, services, services.metrics)
+
+
+def _add_metrics_route(app: FastAPI, services: Services, metrics: ServingMetrics) -> None:
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.render(await _internal_state(services)), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _internal_state(services: Services) -> InternalState | None:
+    return await services.manager.internal_state(STATE_TIMEOUT_S) if services.status.is_ready else None
+
 
 async def _server_info(services: Services) -> dict[str, Any]:
     arguments = dataclasses.asdict(services.server_args)
     if arguments["api_key"] is not None:
         arguments["api_key"] = "***"
-    state = await services.manager.internal_state(STATE_TIMEOUT_S) if services.status.is_ready else None
+    state = await _internal_state(services)
     return {
         **arguments,
         "version": __version__,

@@ -14,10 +14,13 @@ import socket
 from collections.abc import Iterator
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 
+from sglang.srt.autotune.metrics import register as register_autotune_metrics
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints.app import Services, build_app
 from sglang.srt.entrypoints.engine_status import EngineStatus
+from sglang.srt.entrypoints.metrics import ServingMetrics
 from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress, WorkerMessage
 from sglang.srt.managers.ipc import Endpoints, private_endpoints
 from sglang.srt.managers.launcher import WorkerGroup
@@ -81,10 +84,11 @@ class _Server:
         self._hurry = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal)
+        metrics = self._metrics() if self._args.enable_metrics else None
         self._manager = TokenizerManager(
-            self._args, self._model_config, self._endpoints, self._on_startup_message
+            self._args, self._model_config, self._endpoints, self._on_startup_message, metrics
         )
-        http = self._http_server()
+        http = self._http_server(metrics)
         tasks = [asyncio.ensure_future(http.serve(sockets=[listener]))]
         try:
             while not http.started:
@@ -111,10 +115,16 @@ class _Server:
         self._manager.close()
         return exit_code
 
-    def _http_server(self) -> _Uvicorn:
+    def _metrics(self) -> ServingMetrics:
+        registry = CollectorRegistry()
+        register_autotune_metrics(lambda: self._status.as_dict()["autotune"], registry)
+        return ServingMetrics(self._args.model_name, registry)
+
+    def _http_server(self, metrics: ServingMetrics | None) -> _Uvicorn:
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         logging.getLogger("uvicorn.access").addFilter(_is_worth_a_line)
-        app = build_app(Services(self._args, self._status, self._manager, self._model_config.context_length))
+        context_length = self._model_config.context_length
+        app = build_app(Services(self._args, self._status, self._manager, context_length, metrics))
         return _Uvicorn(
             uvicorn.Config(
                 app,

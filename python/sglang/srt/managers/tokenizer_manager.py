@@ -11,6 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -39,6 +40,16 @@ logger = logging.getLogger(__name__)
 Prompt = str | list[int]
 
 
+class RequestObserver(Protocol):
+    """Hears about every sequence: each that is `started` gains tokens and is `ended` once."""
+
+    def started(self, rid: str, num_prompt_tokens: int) -> None: ...
+
+    def gained(self, rid: str, num_tokens: int) -> None: ...
+
+    def ended(self, rid: str, is_complete: bool) -> None: ...
+
+
 class TokenizerManager:
     """Sends requests to the first worker and routes what comes back to the generations that wait for it.
 
@@ -51,10 +62,12 @@ class TokenizerManager:
         model_config: ModelConfig,
         endpoints: Endpoints,
         on_startup_message: Callable[[WorkerMessage], None],
+        observer: RequestObserver | None = None,
     ) -> None:
         self._vocab_size = model_config.vocab_size
         self._max_total_tokens = model_config.context_length
         self._on_startup_message = on_startup_message
+        self._observer = observer
         self._tokenizer: TextTokenizer | None = None
         self._context = zmq.asyncio.Context()
         self._pull: zmq.asyncio.Socket = without_limits(self._context.socket(zmq.PULL))
@@ -106,8 +119,8 @@ class TokenizerManager:
         token_ids = [self._token_ids(prompt) for prompt in prompts]
         rids = [f"{next(self._numbers):x}" for _ in range(len(token_ids) * n)]
         generation = Generation([len(ids) for ids in token_ids], len(rids), lambda: self._abort(rids))
-        # Stop strings end a sequence here, so its text must be known as it grows.
-        sends_each_token = incremental or bool(sampling.stop)
+        # Stop strings end a sequence here, so its text must be known as it grows; an observer wants its times.
+        sends_each_token = incremental or bool(sampling.stop) or self._observer is not None
         for index, rid in enumerate(rids):
             ids, copy = token_ids[index // n], index % n
             if sampling.max_new_tokens == 0:
@@ -116,6 +129,8 @@ class TokenizerManager:
             assert self._tokenizer is not None
             state = SequenceState(index, sampling, self._tokenizer, incremental)
             self._routes[rid] = generation, state
+            if self._observer is not None:
+                self._observer.started(rid, len(ids))
             self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token))
         return generation
 
@@ -139,7 +154,8 @@ class TokenizerManager:
         """End every generation with an `EngineError`."""
         for generation in {id(generation): generation for generation, _ in self._routes.values()}.values():
             generation.put(EngineError(message))
-        self._routes.clear()
+        for rid in list(self._routes):
+            self._forget(rid)
 
     def shut_down_workers(self) -> None:
         self._send(Shutdown())
@@ -154,23 +170,31 @@ class TokenizerManager:
         if route is None:
             return  # Aborted, while these tokens were on their way.
         generation, state = route
+        if self._observer is not None and output.token_ids:
+            self._observer.gained(output.rid, len(output.token_ids))
         if output.finish_reason == "abort":
-            del self._routes[output.rid]
+            self._forget(output.rid)
             generation.put(EngineError(output.message or "the request was aborted"))
             return
         piece = state.take(output)
         if piece is None:
             return
         if piece.finish_reason is not None:
-            del self._routes[output.rid]
+            self._forget(output.rid, is_complete=True)
             if output.finish_reason is None:
                 self._send(AbortRequest(output.rid))
         generation.put(piece)
 
     def _abort(self, rids: Sequence[str]) -> None:
         for rid in rids:
-            if self._routes.pop(rid, None) is not None:
+            if rid in self._routes:
+                self._forget(rid)
                 self._send(AbortRequest(rid))
+
+    def _forget(self, rid: str, is_complete: bool = False) -> None:
+        del self._routes[rid]
+        if self._observer is not None:
+            self._observer.ended(rid, is_complete)
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
