@@ -351,23 +351,15 @@ def _jit_logger() -> logging.Logger:
     return logger
 
 
-def quiet_environment() -> dict[str, str]:
-    """Variables for a worker's environment that keep FlashInfer's own bars and chatter off the console.
-
-    tqdm reads its switch when it is first imported, so the variable must be set before the process starts.
-    """
-    return {
-        "TQDM_DISABLE": "1",
-        "FLASHINFER_LOGGING_LEVEL": os.environ.get("FLASHINFER_LOGGING_LEVEL", "warning"),
-    }
-
-
 def hopper_megamoe_candidates(capacity: int, scale_mode: str) -> list[dict[str, Any]]:
     """All knob dicts that FlashInfer's own SM90 sweep tries at a capacity, its default first.
 
     Leans on the kernel package's `hopper_fp8_candidates`: no public name lists them.
     """
-    return [dict(knobs) for knobs in _hopper().hopper_fp8_candidates(fp8_scale_mode=scale_mode, max_tokens=capacity)]
+    return [
+        dict(knobs)
+        for knobs in _hopper().hopper_fp8_candidates(fp8_scale_mode=scale_mode, max_tokens=capacity)
+    ]
 
 
 def hopper_megamoe_default(capacity: int, scale_mode: str) -> dict[str, Any]:
