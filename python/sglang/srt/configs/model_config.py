@@ -28,6 +28,7 @@ KNOWN_MODEL_TYPES = {
 }
 KNOWN_QUANTIZATIONS = ("fp8", "mxfp4", "nvfp4")
 DTYPES = ("bfloat16", "float16", "float32")
+LAYER_TYPES = ("sliding_attention", "full_attention")
 
 # The same quantity under the names that different families give it; the first one present counts.
 _SPELLINGS = {
@@ -71,6 +72,16 @@ class ModelConfig:
     mlp_only_layers: tuple[int, ...]
     first_k_dense_replace: int
     hidden_act: str
+    swiglu_alpha: float | None
+    """Gain of the experts' gate inside its sigmoid; None for plain SwiGLU."""
+    swiglu_limit: float | None
+    """Clamp of the experts' gate and up projections; None for plain SwiGLU."""
+    expert_bias: bool
+    """Whether both projections of an expert add a bias."""
+    sliding_window: int | None
+    """Tokens that a layer of type sliding_attention sees, the current one included."""
+    layer_types: tuple[str, ...]
+    """sliding_attention or full_attention for each layer; empty where all see everything."""
     max_position_embeddings: int
     context_length: int
     """Most tokens of one request, prompt and output together."""
@@ -115,6 +126,11 @@ class ModelConfig:
             return False
         return (layer + 1) % self.decoder_sparse_step == 0
 
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens `layer` (0-based) sees, the current one included; None: all."""
+        is_sliding = bool(self.layer_types) and self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if is_sliding else None
+
     @property
     def moe_layer_ids(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
@@ -135,6 +151,7 @@ class _Reader:
         self, local_path: str, dtype: str, context_length: int | None, quantization: str | None
     ) -> ModelConfig:
         model_type = self._model_type()
+        is_gpt_oss = model_type == "gpt_oss"
         hidden_size = self._count("hidden_size")
         num_heads = self._count("num_attention_heads")
         num_kv_heads = self._count("num_key_value_heads", default=num_heads)
@@ -165,11 +182,16 @@ class _Reader:
             rope_scaling=rope_scaling,
             norm_topk_prob=bool(self._get("norm_topk_prob", default=model_type != "qwen3_moe")),
             tie_word_embeddings=bool(self._get("tie_word_embeddings", default=False)),
-            attention_bias=bool(self._get("attention_bias", default=model_type == "gpt_oss")),
+            attention_bias=bool(self._get("attention_bias", default=is_gpt_oss)),
             decoder_sparse_step=self._count("decoder_sparse_step", "moe_layer_freq", default=1),
             mlp_only_layers=tuple(self._integers("mlp_only_layers")),
             first_k_dense_replace=self._count("first_k_dense_replace", default=0, minimum=0),
             hidden_act=str(self._get("hidden_act", default="silu")),
+            swiglu_alpha=self._number("swiglu_alpha", default=1.702) if is_gpt_oss else None,
+            swiglu_limit=self._number("swiglu_limit", default=7.0) if is_gpt_oss else None,
+            expert_bias=is_gpt_oss,
+            sliding_window=self._sliding_window() if is_gpt_oss else None,
+            layer_types=self._layer_types() if is_gpt_oss else (),
             max_position_embeddings=max_position,
             context_length=_context_length(context_length, max_position),
             eos_token_ids=self._token_ids("eos_token_id"),
@@ -237,6 +259,23 @@ class _Reader:
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
         return self._as_number("rope_theta", theta), None if kind == "default" else scaling
+
+    def _sliding_window(self) -> int | None:
+        """gpt-oss as published has 128; an explicit null switches the window off."""
+        if "sliding_window" in self.config and self.config["sliding_window"] is None:
+            return None
+        return self._count("sliding_window", default=128)
+
+    def _layer_types(self) -> tuple[str, ...]:
+        num_layers = self._count("num_hidden_layers")
+        alternating = [LAYER_TYPES[layer % 2] for layer in range(num_layers)]
+        types = self._get("layer_types", default=alternating)
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(LAYER_TYPES):
+            raise ValueError(
+                f"{self.file}: layer_types must name one of {' and '.join(LAYER_TYPES)} for each of the {num_layers} "
+                f"layers (got {types!r})"
+            )
+        return tuple(types)
 
     def _token_ids(self, name: str) -> tuple[int, ...]:
         for source in (self.generation, self.config, self.outer):

@@ -9,7 +9,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.layers.dp_attention import gather_tokens, local_tokens
 from sglang.srt.layers.linear import Linear, divide
-from sglang.srt.layers.moe.base import MoERunner, MoEShape
+from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
+from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape
 from sglang.srt.layers.moe.topk import balanced_topk_ids, expert_selector
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots, WeightSlot
@@ -34,13 +35,23 @@ def moe_shape(
         ep_rank=ep.rank,
         tp_size=moe_tp.size,
         tp_rank=moe_tp.rank,
+        activation=moe_activation(config),
+        has_bias=config.expert_bias,
     )
+
+
+def moe_activation(config: ModelConfig) -> MoEActivation:
+    """Between the projections of an expert: plain SwiGLU, or that of gpt-oss, whose up projection is raised by one."""
+    if config.swiglu_alpha is None:
+        return PLAIN_SWIGLU
+    return MoEActivation(alpha=config.swiglu_alpha, beta=1.0, limit=config.swiglu_limit)
 
 
 class FusedMoE(nn.Module):
     """Routes each token to `top_k` experts; every rank runs the experts it holds and the results are summed.
 
-    `w13` is `[E_local, 2 * I_local, H]` with UP rows before GATE rows, `w2` is `[E_local, H, I_local]`.
+    `w13` is `[E_local, 2 * I_local, H]` with UP rows before GATE rows, `w2` is `[E_local, H, I_local]`. Where the
+    model's experts have biases, `b13` is `[E_local, 2 * I_local]` and `b2`, whole on every rank, `[E_local, H]`.
     """
 
     def __init__(
@@ -50,6 +61,8 @@ class FusedMoE(nn.Module):
         runner: MoERunner,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        router_bias: bool = False,
     ) -> None:
         super().__init__()
         self.parallel, self.runner, self.shape = parallel, runner, runner.shape
@@ -61,11 +74,22 @@ class FusedMoE(nn.Module):
             self.shape.intermediate_size,
         )
         self._select_experts = expert_selector(device)
-        self.gate = Linear(hidden, config.num_experts, False, dtype, device)
+        self.gate = Linear(hidden, config.num_experts, router_bias, dtype, device)
         w13 = torch.empty(experts, 2 * inner, hidden, dtype=dtype, device=device)
         w2 = torch.empty(experts, hidden, inner, dtype=dtype, device=device)
         self.w13 = nn.Parameter(w13, requires_grad=False)
         self.w2 = nn.Parameter(w2, requires_grad=False)
+        self.b13: nn.Parameter | None = None
+        self.b2: nn.Parameter | None = None
+        if self.shape.has_bias:
+            b13 = torch.zeros(experts, 2 * inner, dtype=dtype, device=device)
+            b2 = torch.zeros(experts, hidden, dtype=dtype, device=device)
+            self.b13 = nn.Parameter(b13, requires_grad=False)
+            self.b2 = nn.Parameter(b2, requires_grad=False)
+
+    @property
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self.w13, self.w2, self.b13, self.b2)
 
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[T, H]` -> `[T, H]`. Under attention DP all ranks must call it, those without tokens too."""
@@ -85,7 +109,7 @@ class FusedMoE(nn.Module):
         topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
         if balanced:
             topk_ids = balanced_topk_ids(hidden_states.shape[0], top_k, num_experts, hidden_states.device)
-        partial = self.runner.run(hidden_states, topk_ids, topk_weights, self.w13, self.w2)
+        partial = self.runner.run(hidden_states, topk_ids, topk_weights, *self.weights)
         # The ep and moe_tp groups tile the tp group, so one sum over it is the sum over both.
         return self.parallel.tp.all_reduce(partial)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.identity import Topology
@@ -108,7 +107,7 @@ class MoEProbe:
 
     def run(self) -> torch.Tensor:
         layer = self._layer
-        return layer.runner.run(self._hidden, self._ids, self._weights, layer.w13, layer.w2)
+        return layer.runner.run(self._hidden, self._ids, self._weights, *layer.weights)
 
     def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens, first = self._hidden.shape[0], self._layer.shape.first_local_expert
@@ -125,8 +124,7 @@ class MoEProbe:
             for expert, weight in zip(self._ids[row].tolist(), self._weights[row].tolist(), strict=True):
                 local = expert - first
                 if 0 <= local < self._layer.shape.num_local_experts:
-                    up, gate = (self._layer.w13[local].float() @ x).chunk(2)
-                    total += weight * (self._layer.w2[local].float() @ (F.silu(gate) * up))
+                    total += weight * self._layer.weights.float32_expert(self._layer.shape, local, x)
             results.append(total)
         return rows, torch.stack(results)
 

@@ -15,7 +15,7 @@ from sglang.srt.autotune.plan import Limits, Shape
 from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.stage import run_stage
-from sglang.srt.layers.moe.base import MoERunner, MoEShape
+from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape
 from sglang.srt.layers.moe.topk import select_experts
 from sglang.srt.limits import standard_batch_sizes
 from sglang.srt.model_executor.autotune_host import MoEProbe
@@ -24,7 +24,7 @@ _WEIGHT_STD = 0.02
 
 
 class OneLayer:
-    """The experts of one layer with random weights, `w13 [E, 2 * I, H]` and `w2 [E, H, I]`, and who runs them."""
+    """The experts of one layer with random `weights`, and who runs them."""
 
     def __init__(self, shape: MoEShape, runner: MoERunner, device: torch.device, seed: int = 7) -> None:
         self.shape, self.runner, self.device = shape, runner, device
@@ -35,7 +35,9 @@ class OneLayer:
             empty = torch.empty(size, dtype=shape.dtype, device=device)
             return empty.normal_(std=_WEIGHT_STD, generator=generator)
 
-        self.w13, self.w2 = normal(experts, 2 * inner, hidden), normal(experts, hidden, inner)
+        self.weights = ExpertWeights(normal(experts, 2 * inner, hidden), normal(experts, hidden, inner))
+        if shape.has_bias:
+            self.weights = self.weights._replace(b13=normal(experts, 2 * inner), b2=normal(experts, hidden))
 
     def inputs(self, num_tokens: int, seed: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`(hidden_states, topk_ids, topk_weights)`, routed as by a router that likes no expert more than another."""
@@ -48,7 +50,7 @@ class OneLayer:
         return hidden, ids, weights
 
     def run(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self.runner.run(*inputs, self.w13, self.w2)
+        return self.runner.run(*inputs, *self.weights)
 
 
 class OneLayerHost:

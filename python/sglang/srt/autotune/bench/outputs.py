@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.bench.drive import Driver, build_runner
@@ -83,7 +82,7 @@ def _layer_errors(
             tuned = layer.run(inputs)
         with flashinfer_api.observed(), flashinfer_api.only_defaults(layer.runner.op_names):
             default = layer.run(inputs)
-        baseline = grouped.run(*inputs, layer.w13, layer.w2)
+        baseline = grouped.run(*inputs, *layer.weights)
         row = {
             "tokens": num_tokens,
             "tuned_error": relative_error(tuned[sample], expected),
@@ -107,12 +106,12 @@ def _float32_rows(
 ) -> torch.Tensor:
     """`[len(rows), H]` float32: the experts of the sampled tokens, one after another."""
     hidden, ids, weights = inputs
+    w13, w2 = layer.weights[:2]
     results = []
     for row in rows:
         x, total = hidden[row].float(), torch.zeros(layer.shape.hidden_size, device=layer.device)
         for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
-            up, gate = (layer.w13[expert].float() @ x).chunk(2)
-            total += weight * (layer.w2[expert].float() @ (F.silu(gate) * up))
+            total += weight * layer.weights.float32_expert(layer.shape, expert, x)
         results.append(total)
     return torch.stack(results)
 

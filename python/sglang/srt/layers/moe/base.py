@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class MoEShape:
 
     ``intermediate_size`` is this rank's shard; ``num_local_experts`` the experts whose weights it holds.
     ``max_num_tokens`` is the largest token count that the op can see in one call (after a gather over
-    attention-DP ranks it counts the gathered tokens).
+    attention-DP ranks it counts the gathered tokens). ``has_bias`` says whether both projections add one.
     """
 
     hidden_size: int
@@ -32,10 +35,34 @@ class MoEShape:
     ep_rank: int = 0
     tp_size: int = 1
     tp_rank: int = 0
+    activation: MoEActivation = PLAIN_SWIGLU
+    has_bias: bool = False
+
+    @property
+    def adds_output_bias(self) -> bool:
+        """One of the ranks that split an expert adds its output's bias, or the sum would hold it several times."""
+        return self.has_bias and self.tp_rank == 0
 
     @property
     def first_local_expert(self) -> int:
         return self.ep_rank * self.num_local_experts
+
+
+class ExpertWeights(NamedTuple):
+    """What a runner takes of one layer after the routed tokens; the order is that of `MoERunner.run`."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+    def float32_expert(self, shape: MoEShape, local: int, x: torch.Tensor) -> torch.Tensor:
+        """What local expert `local` makes of `x` `[H]`, in float32: what runners are judged by."""
+        up_gate = self.w13[local].float() @ x.float()
+        if self.b13 is not None:
+            up_gate += self.b13[local].float()
+        out = self.w2[local].float() @ shape.activation(up_gate)
+        return out + self.b2[local].float() if self.b2 is not None and shape.adds_output_bias else out
 
 
 class MoERunner(ABC):
@@ -66,6 +93,8 @@ class MoERunner(ABC):
         w2: torch.Tensor,
     ) -> torch.Tensor:
         """Apply the local experts.
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
 
         Args:
             hidden_states: ``[T, H]`` in the model's dtype, ``T >= 1``.
@@ -75,5 +104,7 @@ class MoERunner(ABC):
             w2: ``[E_local, H, I]``.
 
         Returns:
+            b13: ``[E_local, 2*I]`` in the order of the rows of ``w13``, where the shape has biases.
+            b2: ``[E_local, H]``, the whole of it on every rank; see `MoEShape.adds_output_bias`.
             ``[T, H]`` in the dtype of ``hidden_states``, without the experts of other ranks.
         """

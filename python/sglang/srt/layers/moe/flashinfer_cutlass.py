@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,26 @@ def check_supported(shape: MoEShape, device: torch.device) -> None:
             )
 
 
+def activation_arguments(
+    activation: MoEActivation, num_local_experts: int, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The op's keywords for `activation`: one float32 number for each local expert; none for plain SwiGLU."""
+    if activation == PLAIN_SWIGLU:
+        return {}
+    limit = float("inf") if activation.limit is None else activation.limit
+    values = {
+        "swiglu_alpha": activation.alpha,
+        "swiglu_beta": activation.beta,
+        "swiglu_limit": limit,
+    }
+    return {
+        name: torch.full((num_local_experts,), value, dtype=torch.float32, device=device)
+        for name, value in values.items()
+    }
+
+
 class FlashInferCutlassMoERunner(MoERunner):
-    """`flashinfer.fused_moe.cutlass_fused_moe` in BF16 or FP16, with SwiGLU.
+    """`flashinfer.fused_moe.cutlass_fused_moe` in BF16 or FP16, with SwiGLU, or that of gpt-oss, and biases.
 
     FlashInfer keeps the grid of tuned buckets in a class of its own, so one process must tune with one largest
     token count: that of the shape. Under deterministic inference the sum over the experts of a token is a
@@ -98,6 +117,7 @@ class FlashInferCutlassMoERunner(MoERunner):
             "ep_rank": shape.ep_rank,
             "tune_max_num_tokens": shape.max_num_tokens,
             "use_fused_finalize": not deterministic,
+            **activation_arguments(shape.activation, shape.num_local_experts, device),
         }
         if kernels.workspace_size is not None:
             num_bytes = self._workspace_bytes(kernels.workspace_size, device)
@@ -176,6 +196,8 @@ class FlashInferCutlassMoERunner(MoERunner):
         topk_weights: torch.Tensor,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
         output = torch.empty_like(hidden_states)
         self._fused_moe(
@@ -185,6 +207,9 @@ class FlashInferCutlassMoERunner(MoERunner):
             w13,
             w2,
             self.shape.dtype,
+            # The op wants both biases on every rank, and adds the second where tp_rank is 0.
+            fc1_expert_biases=b13,
+            fc2_expert_biases=b2,
             output=output,
             **self._options,
         )

@@ -9,31 +9,62 @@ taller ones and a token's result must not depend on the company it keeps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from flashinfer.autotuner import OptimizationProfile, TunableRunner
 
-from sglang.srt.layers.moe.activation import swiglu
+from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 from sglang.srt.layers.moe.tuned_op import TunedOp
 
 OP_NAME = "sglang::reference_moe"
 
 
-def _rows(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """One expert on ``x [N, H]``, padded to two rows."""
-    num_rows = x.shape[0]
-    if num_rows == 1:
-        x = x.expand(2, -1)
-    return (swiglu(x @ w13.t()) @ w2.t())[:num_rows]
+@dataclass(frozen=True)
+class _Experts:
+    """The local experts: weights as `MoERunner.run` takes them, ``b2`` None where this rank does not add it."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+    activation: MoEActivation
+
+    @property
+    def count(self) -> int:
+        return self.w13.shape[0]
+
+    def one(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """One expert on ``x [N, H]``, padded to two rows."""
+        num_rows = x.shape[0]
+        if num_rows == 1:
+            x = x.expand(2, -1)
+        up_gate = x @ self.w13[expert].t()
+        if self.b13 is not None:
+            up_gate = up_gate + self.b13[expert]
+        out = self.activation(up_gate) @ self.w2[expert].t()
+        if self.b2 is not None:
+            out = out + self.b2[expert]
+        return out[:num_rows]
+
+    def batched(self, x: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
+        """All experts, or those that ``experts [N]`` names, each on rows of its own: ``[N, R, H] -> [N, R, H]``."""
+        w13, w2, b13, b2 = (
+            tensor if tensor is None or experts is None else tensor[experts]
+            for tensor in (self.w13, self.w2, self.b13, self.b2)
+        )
+        up_gate = torch.bmm(x, w13.transpose(1, 2))
+        if b13 is not None:
+            up_gate = up_gate + b13.unsqueeze(1)
+        out = torch.bmm(self.activation(up_gate), w2.transpose(1, 2))
+        return out if b2 is None else out + b2.unsqueeze(1)
 
 
-def _by_expert(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
+def _by_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: _Experts) -> torch.Tensor:
     """Sort the token slots by expert and run each expert once over its rows."""
-    num_experts, top_k = w13.shape[0], ids.shape[1]
+    num_experts, top_k = experts.count, ids.shape[1]
     flat = ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts].tolist()
@@ -42,32 +73,30 @@ def _by_expert(
     for expert, count in enumerate(counts):
         if count:
             rows = order[start : start + count]
-            slots[rows] = _rows(x[rows // top_k], w13[expert], w2[expert])
+            slots[rows] = experts.one(expert, x[rows // top_k])
             start += count
     return _combine(slots.view(-1, top_k, x.shape[1]), weights)
 
 
 def _gathered_weights(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: _Experts
 ) -> torch.Tensor:
     """Give each token slot a copy of its expert's weights; reads least when tokens are few."""
     num_tokens, top_k = ids.shape
     flat = ids.reshape(-1)
-    local = flat.clamp(max=w13.shape[0] - 1)
     rows = x.repeat_interleave(top_k, dim=0).unsqueeze(1).expand(-1, 2, -1)
-    out = torch.bmm(swiglu(torch.bmm(rows, w13[local].transpose(1, 2))), w2[local].transpose(1, 2))[:, 0]
-    out = out.masked_fill((flat >= w13.shape[0]).unsqueeze(1), 0)
+    out = experts.batched(rows, flat.clamp(max=experts.count - 1))[:, 0]
+    out = out.masked_fill((flat >= experts.count).unsqueeze(1), 0)
     return _combine(out.view(num_tokens, top_k, -1), weights)
 
 
 def _all_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: _Experts
 ) -> torch.Tensor:
     """Run every expert over every token in two batched products and pick the routed results."""
-    num_tokens, num_experts = x.shape[0], w13.shape[0]
+    num_tokens, num_experts = x.shape[0], experts.count
     rows = x.expand(2, -1) if num_tokens == 1 else x
-    batched = rows.unsqueeze(0).expand(num_experts, -1, -1)
-    out = torch.bmm(swiglu(torch.bmm(batched, w13.transpose(1, 2))), w2.transpose(1, 2))[:, :num_tokens]
+    out = experts.batched(rows.unsqueeze(0).expand(num_experts, -1, -1))[:, :num_tokens]
     local = ids.clamp(max=num_experts - 1).long()
     picked = out[local, torch.arange(num_tokens, device=x.device).unsqueeze(1)]
     picked = picked.masked_fill((ids >= num_experts).unsqueeze(2), 0)
@@ -75,10 +104,10 @@ def _all_experts(
 
 
 def _padded_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: _Experts
 ) -> torch.Tensor:
     """Batch the experts over their own tokens only, padded to the busiest expert's count."""
-    num_experts, (num_tokens, top_k) = w13.shape[0], ids.shape
+    num_experts, (num_tokens, top_k) = experts.count, ids.shape
     flat = ids.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
@@ -90,9 +119,8 @@ def _padded_experts(
     position = torch.arange(held, device=x.device) - starts[expert]
     grid = x.new_zeros(num_experts, capacity, x.shape[1])
     grid[expert, position] = x[routed // top_k]
-    out = torch.bmm(swiglu(torch.bmm(grid, w13.transpose(1, 2))), w2.transpose(1, 2))
     slots = x.new_zeros(flat.shape[0], x.shape[1])
-    slots[routed] = out[expert, position]
+    slots[routed] = experts.batched(grid)[expert, position]
     return _combine(slots.view(num_tokens, top_k, -1), weights)
 
 
@@ -101,9 +129,7 @@ def _combine(slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (slots.float() * weights.unsqueeze(2)).sum(dim=1).to(slots.dtype)
 
 
-Implementation = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
+Implementation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Experts], torch.Tensor]
 
 #: The tactics by number. A stored tactic is its position here: append, never reorder.
 IMPLEMENTATIONS: tuple[tuple[str, Implementation], ...] = (
@@ -118,13 +144,23 @@ _MAX_GATHERED_ELEMENTS = 1 << 26
 
 
 class ReferenceMoE(TunableRunner):
-    """The implementations above as one FlashInfer runner; tactic -1 is ``by_expert``."""
+    """The implementations above as one FlashInfer runner; tactic -1 is ``by_expert``.
+
+    Inputs are those of `MoERunner.run`: five tensors, or seven with biases.
+    """
+
+    def __init__(self, activation: MoEActivation = PLAIN_SWIGLU, *, adds_output_bias: bool = False) -> None:
+        self._activation, self._adds_output_bias = activation, adds_output_bias
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        return (str(inputs[0].dtype), int(inputs[1].shape[1]))
+        extras = (str(inputs[0].dtype), int(inputs[1].shape[1]))
+        has_bias = len(inputs) > 5
+        if self._activation == PLAIN_SWIGLU and not has_bias:
+            return extras
+        return (*extras, str(self._activation), has_bias)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[Any]:
-        x, ids, _, w13, w2 = inputs
+        x, ids, _, w13, w2 = inputs[:5]
         weights_per_slot = w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
         names = {name for name, _ in IMPLEMENTATIONS}
         if ids.numel() * weights_per_slot > _MAX_GATHERED_ELEMENTS:
@@ -137,7 +173,10 @@ class ReferenceMoE(TunableRunner):
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         _, implementation = IMPLEMENTATIONS[max(int(tactic), 0)]
-        return implementation(*inputs)
+        x, ids, weights, w13, w2 = inputs[:5]
+        b13, b2 = inputs[5:] or (None, None)
+        experts = _Experts(w13, w2, b13, b2 if self._adds_output_bias else None, self._activation)
+        return implementation(x, ids, weights, experts)
 
 
 class ReferenceMoERunner(MoERunner):
@@ -148,7 +187,8 @@ class ReferenceMoERunner(MoERunner):
 
     def __init__(self, shape: MoEShape) -> None:
         super().__init__(shape)
-        self.op = TunedOp(OP_NAME, [ReferenceMoE()], shape.max_num_tokens, num_token_inputs=3)
+        moe = ReferenceMoE(shape.activation, adds_output_bias=shape.adds_output_bias)
+        self.op = TunedOp(OP_NAME, [moe], shape.max_num_tokens, num_token_inputs=3)
 
     def run(
         self,
@@ -157,8 +197,13 @@ class ReferenceMoERunner(MoERunner):
         topk_weights: torch.Tensor,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self.op([hidden_states, self._local(topk_ids), topk_weights, w13, w2])
+        inputs = [hidden_states, self._local(topk_ids), topk_weights, w13, w2]
+        if b13 is not None and b2 is not None:
+            inputs += [b13, b2]
+        return self.op(inputs)
 
     def _local(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Ids within this rank's experts; those of other ranks become ``num_local_experts`` (no expert)."""

@@ -18,6 +18,8 @@ def select_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts in float32, then the ``top_k`` largest, optionally renormalised to sum to 1.
 
+    Renormalised, the weights are those of a softmax over the chosen logits alone, as gpt-oss takes it.
+
     Args:
         router_logits: ``[T, E]``.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.moe.activation import swiglu
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 
 FLAG = "--moe-runner-backend torch_grouped"
@@ -83,16 +82,24 @@ class TorchGroupedMoERunner(MoERunner):
         topk_weights: torch.Tensor,
         w13: torch.Tensor,
         w2: torch.Tensor,
+        b13: torch.Tensor | None = None,
+        b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, top_k = topk_ids.shape
         experts = self._local(topk_ids.reshape(-1))
         experts, order = torch.sort(experts, stable=True)
         ends = torch.searchsorted(experts, self._next_expert, out_int32=True)
+        # Rows of other ranks' experts borrow some expert's bias; they are cleared at the end.
+        of_row = experts.clamp(max=self.shape.num_local_experts - 1) if b13 is not None else experts
         rows = self._product(hidden_states[order // top_k], w13, ends)
+        if b13 is not None:
+            rows = rows.add_(b13[of_row])
         # Weighting the narrow activation instead of the wide result saves two passes over the latter; the float32
         # weight takes part in the product unrounded.
-        activation = swiglu(rows).mul_(topk_weights.reshape(-1)[order].unsqueeze(1))
-        rows = self._product(activation, w2, ends)
+        weights = topk_weights.reshape(-1)[order].unsqueeze(1)
+        rows = self._product(self.shape.activation(rows).mul_(weights), w2, ends)
+        if b2 is not None and self.shape.adds_output_bias:
+            rows = rows.addcmul_(b2[of_row], weights.to(b2.dtype))
         if self.shape.ep_size > 1:
             # Rows of other ranks' experts come last, and the product leaves them undefined: NaN must not get through.
             rows = rows.masked_fill((experts == self.shape.num_local_experts).unsqueeze(1), 0)
