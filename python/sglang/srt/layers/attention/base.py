@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,13 +13,19 @@ from sglang.srt.model_executor.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a backend must know about one layer. `layer_id` is global; head counts are this rank's."""
+    """What a backend must know about one layer. `layer_id` is global; head counts are this rank's.
+
+    With `sliding_window` a token sees that many tokens, itself included, and none before them. `sinks` `[num_heads]`
+    float32 are learned logits of one more key, whose value is zero: they take weight away from the other keys.
+    """
 
     layer_id: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scaling: float
+    sliding_window: int | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 class AttentionBackend(ABC):

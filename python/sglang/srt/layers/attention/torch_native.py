@@ -2,7 +2,7 @@
 
 A decode batch is attended in groups of sequences of similar length, padded to the longest of the group. An
 extend batch is attended sequence by sequence, long ones in blocks of query rows so that the mask stays
-small.
+small. Layers with a sliding window read no keys before it; layers with sinks spell the softmax out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool, read_slots
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
 QUERY_BLOCK = 1024
+SINK_QUERY_BLOCK = 128
+"""Query rows at once where scores are kept whole."""
 MIN_LENGTH_BUCKET = 256
 
 
@@ -45,29 +47,37 @@ class TorchNativeAttention(AttentionBackend):
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: KVPool) -> None:
         self.req_to_token = req_to_token_pool.req_to_token
         self.kv_pool = kv_pool
-        self._decode: list[DecodeGroup] = []
+        self._decode: dict[int | None, list[DecodeGroup]] = {}
         self._extend: list[ExtendSequence] = []
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self._decode, self._extend = [], []
-        if batch.mode is ForwardMode.DECODE:
-            self._decode = self._decode_groups(batch)
-        elif batch.mode is ForwardMode.EXTEND:
+        self._decode, self._extend = {}, []
+        if batch.mode is ForwardMode.EXTEND:
             self._extend = self._extend_sequences(batch)
 
-    def _decode_groups(self, batch: ForwardBatch) -> list[DecodeGroup]:
+    def _decode_groups(self, batch: ForwardBatch, window: int | None) -> list[DecodeGroup]:
+        """The sequences of a decode batch by the number of keys that they see; kept for the other layers."""
+        if batch.mode is not ForwardMode.DECODE:
+            return []
+        if window not in self._decode:
+            self._decode[window] = self._grouped(batch, window)
+        return self._decode[window]
+
+    def _grouped(self, batch: ForwardBatch, window: int | None) -> list[DecodeGroup]:
+        lengths = [length if window is None else min(length, window) for length in batch.seq_lens_cpu]
         buckets: dict[int, list[int]] = {}
-        for row, length in enumerate(batch.seq_lens_cpu):
+        for row, length in enumerate(lengths):
             buckets.setdefault(max(length - 1, MIN_LENGTH_BUCKET - 1).bit_length(), []).append(row)
         device = self.req_to_token.device
         groups = []
         for rows_cpu in buckets.values():
-            max_len = max(batch.seq_lens_cpu[row] for row in rows_cpu)
             rows = torch.tensor(rows_cpu, dtype=torch.int64, device=device)
-            slots = self.req_to_token[batch.req_pool_indices[rows], :max_len].to(torch.int64)
-            mask = torch.arange(max_len, device=device) < batch.seq_lens[rows, None]
-            # Padding reads the sequence's own first token: a finite value of nobody else.
-            slots = torch.where(mask, slots, slots[:, :1])
+            lens = torch.tensor([lengths[row] for row in rows_cpu], dtype=torch.int64, device=device)
+            places = torch.arange(max(lengths[row] for row in rows_cpu), device=device)
+            mask = places < lens[:, None]
+            # Padding reads the first token that the sequence sees: a finite value of nobody else.
+            places = torch.where(mask, places, 0) + (batch.seq_lens[rows] - lens)[:, None]
+            slots = self.req_to_token[batch.req_pool_indices[rows, None], places].to(torch.int64)
             groups.append(DecodeGroup(rows, slots.reshape(-1), mask[:, None, None, :]))
         return groups
 
@@ -88,7 +98,7 @@ class TorchNativeAttention(AttentionBackend):
         out = torch.empty_like(q)
         if batch.num_tokens:
             self.kv_pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
-        for group in self._decode:
+        for group in self._decode_groups(batch, layer.sliding_window):
             self._attend_decode(q, out, group, layer)
         for sequence in self._extend:
             self._attend_extend(q, k, v, out, sequence, layer)
@@ -104,7 +114,13 @@ class TorchNativeAttention(AttentionBackend):
         v = v.view(num_seqs, -1, layer.num_kv_heads, layer.head_dim).transpose(1, 2)
         # The query heads that share a KV head stand where query rows usually do: [b, Hkv, Hq / Hkv, D].
         grouped_q = q[group.rows].view(num_seqs, layer.num_kv_heads, -1, layer.head_dim)
-        attended = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=group.mask, scale=layer.scaling)
+        if layer.sinks is None:
+            attended = F.scaled_dot_product_attention(
+                grouped_q, k, v, attn_mask=group.mask, scale=layer.scaling
+            )
+        else:
+            sinks = layer.sinks.view(layer.num_kv_heads, -1, 1)
+            attended = _attend_with_sinks(grouped_q, k, v, group.mask, sinks, layer.scaling)
         out[group.rows] = attended.reshape(num_seqs, layer.num_heads, layer.head_dim)
 
     def _attend_extend(
@@ -123,22 +139,74 @@ class TorchNativeAttention(AttentionBackend):
         else:
             k, v = k[start:end], v[start:end]
         k, v = k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, Hkv, L, D]
-        for first in range(start, end, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, end)
+        block = QUERY_BLOCK if layer.sinks is None else SINK_QUERY_BLOCK
+        for first in range(start, end, block):
+            last = min(first + block, end)
             num_before = sequence.num_cached + first - start
             num_keys = num_before + last - first
-            mask = None
-            if num_before:
-                key_positions = torch.arange(num_keys, device=q.device)
-                query_positions = torch.arange(num_before, num_keys, device=q.device)
-                mask = key_positions <= query_positions[:, None]
-            attended = F.scaled_dot_product_attention(
+            first_key = 0 if layer.sliding_window is None else max(0, num_before - layer.sliding_window + 1)
+            mask = _visible(first_key, num_before, num_keys, layer.sliding_window, q.device)
+            attended = _attend_block(
                 q[first:last].transpose(0, 1)[None],
-                k[:, :, :num_keys],
-                v[:, :, :num_keys],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=layer.scaling,
-                enable_gqa=layer.num_heads != layer.num_kv_heads,
+                k[:, :, first_key:num_keys],
+                v[:, :, first_key:num_keys],
+                mask,
+                layer,
             )
             out[first:last] = attended[0].transpose(0, 1)
+
+
+def _visible(
+    first_key: int, num_before: int, num_keys: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """`[num_keys - num_before, num_keys - first_key]` bool: which keys each query row sees; None: plainly causal."""
+    if num_before == 0 and (window is None or num_keys <= window):
+        return None
+    keys = torch.arange(first_key, num_keys, device=device)
+    queries = torch.arange(num_before, num_keys, device=device)[:, None]
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)
+
+
+def _attend_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, layer: AttentionLayer
+) -> torch.Tensor:
+    """Rows `q` `[1, Hq, R, D]` over `k` and `v` `[1, Hkv, L, D]`; without a `mask`, R equals L and is causal."""
+    if layer.sinks is None:
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=layer.scaling,
+            enable_gqa=layer.num_heads != layer.num_kv_heads,
+        )
+    num_rows = q.shape[2]
+    if mask is None:
+        mask = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q.device).tril()
+    group = layer.num_heads // layer.num_kv_heads
+    # The heads that share a KV head stand one after the other among its rows: [1, Hkv, group * R, D].
+    rows = q.reshape(1, layer.num_kv_heads, group * num_rows, layer.head_dim)
+    sinks = layer.sinks.repeat_interleave(num_rows).view(layer.num_kv_heads, group * num_rows, 1)
+    attended = _attend_with_sinks(rows, k, v, mask.repeat(group, 1), sinks, layer.scaling)
+    return attended.view(q.shape)
+
+
+def _attend_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """`q` `[b, H, R, D]` over `k` and `v` `[b, H, L, D]`, beside one more key of logit `sinks` `[H, R or 1, 1]`.
+
+    `mask` broadcasts to `[b, H, R, L]`. The softmax is taken in float32.
+    """
+    scores = torch.matmul(q, k.transpose(-1, -2)).float().mul_(scaling).masked_fill_(~mask, -torch.inf)
+    largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = scores.sub_(largest).exp_()
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(sinks - largest))
+    return torch.matmul(weights.to(v.dtype), v)
