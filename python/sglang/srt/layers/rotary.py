@@ -79,8 +79,10 @@ def _yarn(
     def dim_of(num_rotations: float) -> float:
         return dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
-    high = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), dim - 1)
+    low, high = dim_of(scaling.get("beta_fast") or 32), dim_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):  # gpt-oss keeps the fractions
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
     magnitude = float(
         scaling.get("attention_factor") or (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
