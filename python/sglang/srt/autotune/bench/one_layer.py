@@ -79,6 +79,7 @@ class OneLayerHost:
         self.op_names = layer.runner.op_names
         op = getattr(layer.runner, "op", None)
         self.tuned_ops: tuple[Any, ...] = () if op is None else (op,)
+        self.megamoe: Any | None = None
         self.timing_group: Any | None = None
 
     @contextlib.contextmanager
