@@ -91,10 +91,10 @@ class MoERunner(ABC):
         topk_weights: torch.Tensor,
         w13: torch.Tensor,
         w2: torch.Tensor,
-    ) -> torch.Tensor:
-        """Apply the local experts.
         b13: torch.Tensor | None = None,
         b2: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Apply the local experts.
 
         Args:
             hidden_states: ``[T, H]`` in the model's dtype, ``T >= 1``.
@@ -102,9 +102,9 @@ class MoERunner(ABC):
             topk_weights: ``[T, K]`` float32.
             w13: ``[E_local, 2*I, H]``; rows of one expert are UP first, then GATE (FlashInfer CUTLASS order).
             w2: ``[E_local, H, I]``.
-
-        Returns:
             b13: ``[E_local, 2*I]`` in the order of the rows of ``w13``, where the shape has biases.
             b2: ``[E_local, H]``, the whole of it on every rank; see `MoEShape.adds_output_bias`.
+
+        Returns:
             ``[T, H]`` in the dtype of ``hidden_states``, without the experts of other ranks.
         """
