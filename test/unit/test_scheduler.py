@@ -51,7 +51,7 @@ class FakeDevice:
         self.num_tokens: list[int] = []
         self.prefilled: list[str] = []
 
-    def execute(self, forward_batch, reqs):
+    def launch(self, forward_batch, reqs):
         assert len(reqs) == forward_batch.batch_size
         self.modes.append(forward_batch.mode)
         self.batch_sizes.append(forward_batch.batch_size)
@@ -60,7 +60,8 @@ class FakeDevice:
             self.prefilled += [req.rid for req in reqs]
         self.kv[forward_batch.out_cache_loc] = forward_batch.input_ids
         rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens_cpu, strict=True)
-        return [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
+        tokens = [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
+        return lambda: tokens
 
 
 class Bench:

@@ -82,14 +82,23 @@ class Group:
         _reduce_scatter_single(scattered, tensor.contiguous(), group=self._group_for(tensor))
         return scattered
 
-    def send(self, tensor: torch.Tensor, dst: int) -> None:
-        """Send to the rank with index `dst` in this group; returns when the buffer may be reused."""
-        dist.send(tensor.contiguous(), self.ranks[dst], group=self._group_for(tensor))
-
-    def recv(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
-        """Fill `tensor` (contiguous) from the rank with index `src` in this group; returns it."""
-        dist.recv(tensor, self.ranks[src], group=self._group_for(tensor))
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` (contiguous) with that of the rank with index `src`; returns it."""
+        if self.size > 1 and tensor.numel():
+            dist.broadcast(tensor, self.ranks[src], group=self._group_for(tensor))
         return tensor
+
+    def isend(self, tensor: torch.Tensor, dst: int) -> dist.Work:
+        """Begin to send `tensor` (contiguous) to the rank with index `dst`; it must live until `wait()` returns."""
+        work = dist.isend(tensor, self.ranks[dst], group=self._group_for(tensor))
+        assert work is not None, "this rank is in the group"
+        return work
+
+    def irecv(self, tensor: torch.Tensor, src: int) -> dist.Work:
+        """Begin to fill `tensor` (contiguous) from the rank with index `src`; it may be read after `wait()`."""
+        work = dist.irecv(tensor, self.ranks[src], group=self._group_for(tensor))
+        assert work is not None, "this rank is in the group"
+        return work
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """The picklable `obj` of the rank with index `src`, on every rank."""

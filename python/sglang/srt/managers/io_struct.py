@@ -17,12 +17,16 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class TokenizedRequest(msgspec.Struct, tag="request"):
-    """One sequence to generate. Without `incremental` its tokens are sent once, when it finishes."""
+    """One sequence to generate. Without `incremental` its tokens are sent once, when it finishes.
+
+    `replica` is the attention-DP replica that serves it.
+    """
 
     rid: str
     input_ids: list[int]
     sampling: SamplingParams
     incremental: bool = False
+    replica: int = 0
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -32,7 +36,7 @@ class AbortRequest(msgspec.Struct, tag="abort"):
 
 
 class GetInternalState(msgspec.Struct, tag="get_state"):
-    """Asks for an `InternalState` with the same `ticket`."""
+    """Asks every attention-DP replica for an `InternalState` with the same `ticket`."""
 
     ticket: int
 
@@ -65,9 +69,10 @@ class BatchTokenOutput(msgspec.Struct, tag="tokens"):
 
 
 class InternalState(msgspec.Struct, tag="state", kw_only=True):
-    """The scheduler's counts at one moment; tokens are KV slots."""
+    """The counts of one replica's scheduler at one moment; tokens are KV slots."""
 
     ticket: int
+    replica: int = 0
     max_total_num_tokens: int
     num_used_tokens: int
     num_running_reqs: int
@@ -91,10 +96,14 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
-    """A worker ends because of an error. It has already written `traceback` to its stderr."""
+    """A worker ends because of an error. It has already written `traceback` to its stderr.
+
+    `lost_peer` says that the error is another rank's: that one ended, or did not answer in time.
+    """
 
     rank: int
     traceback: str
+    lost_peer: bool = False
 
 
 WorkerMessage = BatchTokenOutput | InternalState | StartupProgress | Ready | Fatal

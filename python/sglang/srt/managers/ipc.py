@@ -1,7 +1,7 @@
 """The sockets between the HTTP process and the workers, in a directory that only this user can enter.
 
 The main process binds both ends: workers push to `to_main`, and the first rank pulls from `to_worker` and passes on
-what it gets to the others. Messages are msgpack (see `io_struct`).
+what it gets to the others (see `rank_sync`). Messages are msgpack (see `io_struct`).
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 import zmq
 
 from sglang.srt.managers.io_struct import MainMessage, WorkerMessage
-
-if TYPE_CHECKING:
-    from sglang.srt.distributed.parallel_state import Group
 
 _MAX_SOCKET_PATH = 100
 """A little under the 108 bytes of a unix socket address."""
@@ -74,23 +71,26 @@ class WorkerChannel:
         self._decoder = msgspec.msgpack.Decoder(MainMessage)
 
     def send(self, message: WorkerMessage) -> None:
-        self._push.send(self._encoder.encode(message))
+        self.send_raw(self._encoder.encode(message))
+
+    def send_raw(self, message: bytes | msgspec.Raw) -> None:
+        """Send a `WorkerMessage` that is encoded already."""
+        self._push.send(message)
 
     def receive(self, may_wait: bool) -> list[MainMessage]:
         """All messages that have arrived; with `may_wait`, the first is waited for up to `IDLE_WAIT_S`."""
+        return [self._decoder.decode(message) for message in self.receive_raw(may_wait)]
+
+    def receive_raw(self, may_wait: bool) -> list[msgspec.Raw]:
+        """`receive` without decoding."""
         messages = []
         if self._pull.poll(int(IDLE_WAIT_S * 1000) if may_wait else 0):
             try:
                 while True:
-                    messages.append(self._decoder.decode(self._pull.recv(zmq.NOBLOCK)))
+                    messages.append(msgspec.Raw(self._pull.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return messages
         return messages
-
-    def receive_together(self, world: Group, may_wait: bool) -> list[MainMessage]:
-        """`receive` of the first rank, on every rank of `world`; collective, once for each step."""
-        messages = self.receive(may_wait) if world.is_first else []
-        return world.broadcast_object(messages)
 
     def close(self, linger_s: float = 2.0) -> None:
         """Wait up to `linger_s` until the last messages are out."""

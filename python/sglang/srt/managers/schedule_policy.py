@@ -7,7 +7,7 @@ same batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang.srt.managers.schedule_batch import Req
 
@@ -60,19 +60,25 @@ def pick_prefill(
     num_available_tokens: int,
     limits: PrefillLimits,
     ratio: NewTokenRatio,
+    elsewhere: Sequence[Req] = (),
 ) -> list[tuple[Req, int]]:
     """The next prefill forward, as requests with the number of their tokens it takes; empty when none fits.
 
     `unfinished` is the request whose prompt an earlier forward began. It goes first, and room for all of its prompt
     was set aside when it was started. Requests of `waiting` are taken in order, up to the first that does not fit.
+    `elsewhere` holds the requests of other micro-batches, which share the memory but not the forward.
     """
     picked: list[tuple[Req, int]] = []
     if unfinished is None and not waiting:
         return picked
     budget = limits.max_tokens
     room = num_available_tokens - ratio.reserved_tokens(running)
+    room -= ratio.reserved_tokens(elsewhere) + sum(req.num_to_extend for req in elsewhere)
     if unfinished is not None:
-        num_new = min(unfinished.num_to_extend, budget)
+        # What was set aside for it may be gone when other micro-batches grew more than was expected of them.
+        num_new = min(unfinished.num_to_extend, budget, num_available_tokens)
+        if num_new == 0:
+            return picked
         picked.append((unfinished, num_new))
         budget -= num_new
         room -= unfinished.num_to_extend + ratio.reserved_tokens([unfinished])
@@ -80,7 +86,7 @@ def pick_prefill(
             return picked
     for req in waiting:
         num_new = req.num_to_extend
-        is_alone = not running and not picked
+        is_alone = not running and not picked and not elsewhere
         if len(running) + len(picked) >= limits.max_running_requests or budget == 0:
             break
         # A request that is alone always fits: it was refused on arrival if the pool cannot hold it.
@@ -94,10 +100,22 @@ def pick_prefill(
     return picked
 
 
-def pick_retracted(running: Sequence[Req], num_available_tokens: int) -> list[Req]:
-    """The requests to put back, latest first, so that each of the others can get one more token."""
+def fair_share(num_places: int, num_requests: int, limits: PrefillLimits) -> PrefillLimits:
+    """The limits of one of `num_places` micro-batches that share `num_requests` requests evenly."""
+    share = -(-num_requests // num_places)
+    most = max(1, min(share, limits.max_running_requests // num_places))
+    return replace(limits, max_running_requests=most)
+
+
+def pick_retracted(
+    running: Sequence[Req], num_available_tokens: int, elsewhere: Sequence[Req] = ()
+) -> list[Req]:
+    """The requests to put back, latest first, so that each of the others can get one more token.
+
+    One that is alone always fits; the last of `running` may have to make room for those `elsewhere`.
+    """
     retracted: list[Req] = []
-    for req in reversed(running[1:]):
+    for req in reversed(running if elsewhere else running[1:]):
         if num_available_tokens >= len(running) - len(retracted):
             break
         retracted.append(req)

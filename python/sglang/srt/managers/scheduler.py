@@ -2,6 +2,9 @@
 
 Everything that changes the state comes in through `receive`, and every choice depends on nothing else, so ranks
 that receive the same messages and sample the same tokens stay in step without talking about it.
+
+With pipeline stages there are as many micro-batches as stages, each with requests of its own, and they take turns:
+while the tokens of one are on their way through the stages, this rank runs its part of the others.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -25,7 +29,13 @@ from sglang.srt.managers.io_struct import (
     WorkerMessage,
 )
 from sglang.srt.managers.schedule_batch import Batch, Req, RequestMemory
-from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, pick_prefill, pick_retracted
+from sglang.srt.managers.schedule_policy import (
+    NewTokenRatio,
+    PrefillLimits,
+    fair_share,
+    pick_prefill,
+    pick_retracted,
+)
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
 logger = logging.getLogger(__name__)
@@ -34,18 +44,50 @@ Receive = Callable[[bool], Sequence[MainMessage]]
 """Called with whether there is nothing else to do; gives the messages to handle now, in order."""
 
 
+Tokens = Callable[[], list[int]]
+"""Gives the next token of each sequence of a batch; waits for them if need be."""
+
+
 class Executor(Protocol):
     """Runs a batch on the device. The device side of the scheduler is this one method."""
 
     device: torch.device
 
-    def execute(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> list[int]:
-        """The next token of each sequence, on the CPU."""
+    def launch(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
+        """Run this rank's part of the forward. Batches are launched, and their tokens taken, in one order."""
         ...
 
 
+@dataclass(frozen=True)
+class Load:
+    """What the attention-DP replicas have to do at this step: the tokens of each, and whether one has any work left."""
+
+    num_tokens: list[int]
+    is_busy: bool
+
+
+ShareLoad = Callable[[int, bool], Load]
+"""Called once in each step with this replica's tokens and whether it has work; gives what all have."""
+
+
+@dataclass
+class MicroBatch:
+    """Requests that run together. `unfinished` is the one whose prompt is not all in the KV pool yet."""
+
+    running: list[Req] = field(default_factory=list)
+    unfinished: Req | None = None
+    in_flight: tuple[Batch, Tokens] | None = None
+
+    @property
+    def reqs(self) -> list[Req]:
+        return [*self.running, self.unfinished] if self.unfinished else self.running
+
+
 class Scheduler:
-    """The requests of one rank. `receive` and `send` are its only ways in and out."""
+    """The requests of one rank. `receive` and `send` are its only ways in and out.
+
+    `share_load` is for ranks of attention-DP replicas, which take part in each other's forwards.
+    """
 
     def __init__(
         self,
@@ -57,6 +99,8 @@ class Scheduler:
         receive: Receive,
         send: Callable[[WorkerMessage], None],
         stream_interval: int = 1,
+        num_micro_batches: int = 1,
+        share_load: ShareLoad | None = None,
     ) -> None:
         self._executor = executor
         self._memory = memory
@@ -66,22 +110,29 @@ class Scheduler:
         self._receive = receive
         self._send = send
         self._stream_interval = stream_interval
+        self._share_load = share_load
         self._ratio = NewTokenRatio()
         self._waiting: deque[Req] = deque()
-        self._unfinished: Req | None = None
-        self._running: list[Req] = []
+        self._micro_batches = [MicroBatch() for _ in range(num_micro_batches)]
+        self._turn = 0
         self._num_retractions = 0
+        self._replicas_are_busy = False
         self._is_stopping = False
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._unfinished or self._running)
+        return not self._waiting and not any(
+            micro_batch.in_flight or micro_batch.reqs for micro_batch in self._micro_batches
+        )
 
     def run(self) -> None:
         """Serve until a `Shutdown` arrives."""
-        while not self._is_stopping:
-            self.handle(self._receive(self.is_idle))
+        while True:
+            self.handle(self._receive(self.is_idle and not self._replicas_are_busy))
+            if self._is_stopping:
+                break
             self.step()
+        self._drain()
 
     def handle(self, messages: Sequence[MainMessage]) -> None:
         for message in messages:
@@ -96,13 +147,47 @@ class Scheduler:
                     self._is_stopping = True
 
     def step(self) -> None:
-        """One forward, if there is anything to run, and the outputs that come of it."""
-        batch = self._next_prefill() or self._next_decode()
+        """A forward of the micro-batch whose turn it is, if there is anything to run, and the tokens of the next one.
+
+        A single micro-batch is its own next one.
+        """
+        micro_batch = self._micro_batches[self._turn]
+        self._turn = (self._turn + 1) % len(self._micro_batches)
+        batch = self._next_prefill(micro_batch) or self._next_decode(micro_batch)
+        if self._share_load is None:
+            if batch is not None:
+                self._launch(micro_batch, batch)
+        else:
+            num_tokens = 0 if batch is None else sum(batch.num_new_tokens)
+            load = self._share_load(num_tokens, batch is not None or not self.is_idle)
+            self._replicas_are_busy = load.is_busy
+            if any(load.num_tokens):
+                self._launch(micro_batch, batch, load.num_tokens)
+        self._take_tokens(self._micro_batches[self._turn])
+
+    def _launch(
+        self, micro_batch: MicroBatch, batch: Batch | None, global_num_tokens: list[int] | None = None
+    ) -> None:
+        """Run `batch`, or take part in the forward of other replicas with an idle one."""
+        device = self._executor.device
         if batch is None:
+            idle_batch = ForwardBatch.idle(device)
+            idle_batch.global_num_tokens = global_num_tokens
+            self._executor.launch(idle_batch, [])
             return
-        forward_batch = self._memory.forward_batch(batch, self._executor.device)
-        token_ids = self._executor.execute(forward_batch, batch.reqs)
-        self._take_tokens(batch, token_ids)
+        forward_batch = self._memory.forward_batch(batch, device)
+        forward_batch.global_num_tokens = global_num_tokens
+        micro_batch.in_flight = batch, self._executor.launch(forward_batch, batch.reqs)
+        if batch.mode is ForwardMode.EXTEND:
+            micro_batch.running += [req for req in batch.reqs if req.num_to_extend == 0]
+
+    def _drain(self) -> None:
+        """Take what other ranks have sent or will send, so that they can leave as well."""
+        for _ in self._micro_batches:
+            micro_batch = self._micro_batches[self._turn]
+            self._turn = (self._turn + 1) % len(self._micro_batches)
+            if micro_batch.in_flight:
+                micro_batch.in_flight[1]()
 
     def _add(self, message: TokenizedRequest) -> None:
         req = Req.from_message(message, self._max_total_tokens)
@@ -114,65 +199,84 @@ class Scheduler:
         self._waiting.append(req)
 
     def _abort(self, rid: str) -> None:
-        unfinished = [self._unfinished] if self._unfinished else []
-        for req in (*self._running, *unfinished, *self._waiting):
-            if req.rid == rid:
-                self._memory.release(req)
-                self._forget(req)
-                return
-
-    def _forget(self, req: Req) -> None:
-        if req is self._unfinished:
-            self._unfinished = None
-        elif req in self._running:
-            self._running.remove(req)
-        else:
+        waiting = (req for req in self._waiting if req.rid == rid)
+        if (req := next(waiting, None)) is not None:
             self._waiting.remove(req)
+            return
+        for micro_batch in self._micro_batches:
+            for req in micro_batch.reqs:
+                if req.rid == rid:
+                    # A forward that is under way may still use its memory: it comes before any that reuses it.
+                    self._memory.release(req)
+                    req.finish_reason = "abort"
+                    self._forget(micro_batch, req)
+                    return
 
-    def _next_prefill(self) -> Batch | None:
+    def _forget(self, micro_batch: MicroBatch, req: Req) -> None:
+        if req is micro_batch.unfinished:
+            micro_batch.unfinished = None
+        else:
+            micro_batch.running.remove(req)
+
+    def _elsewhere(self, micro_batch: MicroBatch) -> list[Req]:
+        """The requests of the other micro-batches."""
+        if len(self._micro_batches) == 1:
+            return []
+        return [req for other in self._micro_batches if other is not micro_batch for req in other.reqs]
+
+    def _next_prefill(self, micro_batch: MicroBatch) -> Batch | None:
+        if not self._waiting and micro_batch.unfinished is None:
+            return None
+        limits, elsewhere = self._limits, self._elsewhere(micro_batch)
+        if len(self._micro_batches) > 1:
+            num_reqs = len(self._waiting) + len(elsewhere) + len(micro_batch.reqs)
+            limits = fair_share(len(self._micro_batches), num_reqs, limits)
         picked = pick_prefill(
-            self._unfinished,
+            micro_batch.unfinished,
             self._waiting,
-            self._running,
+            micro_batch.running,
             self._memory.num_available,
-            self._limits,
+            limits,
             self._ratio,
+            elsewhere,
         )
         if not picked:
             return None
         for req, num_new in picked:
-            if req is not self._unfinished:
+            if req is not micro_batch.unfinished:
                 assert req is self._waiting[0], "requests start in the order of their arrival"
                 self._waiting.popleft()
-            self._unfinished = req if num_new < req.num_to_extend else None
+            micro_batch.unfinished = req if num_new < req.num_to_extend else None
         return Batch(ForwardMode.EXTEND, [req for req, _ in picked], [num_new for _, num_new in picked])
 
-    def _next_decode(self) -> Batch | None:
-        if not self._running:
+    def _next_decode(self, micro_batch: MicroBatch) -> Batch | None:
+        running = micro_batch.running
+        if not running:
             return None
-        for req in pick_retracted(self._running, self._memory.num_available):
+        for req in pick_retracted(running, self._memory.num_available, self._elsewhere(micro_batch)):
             self._memory.release(req)
-            self._running.remove(req)
+            running.remove(req)
             self._waiting.appendleft(req)
             self._num_retractions += 1
             self._ratio.after_retraction()
-            logger.info("KV pool is full: request %s waits again, %d run", req.rid, len(self._running))
+            logger.info("KV pool is full: request %s waits again, %d run", req.rid, len(running))
         self._ratio.after_decode()
-        return Batch(ForwardMode.DECODE, list(self._running), [1] * len(self._running))
+        return Batch(ForwardMode.DECODE, list(running), [1] * len(running)) if running else None
 
-    def _take_tokens(self, batch: Batch, token_ids: Sequence[int]) -> None:
+    def _take_tokens(self, micro_batch: MicroBatch) -> None:
+        if micro_batch.in_flight is None:
+            return
+        (batch, tokens), micro_batch.in_flight = micro_batch.in_flight, None
         outputs = []
-        for req, token_id in zip(batch.reqs, token_ids, strict=True):
-            if req.num_to_extend > 0:
-                continue  # A prompt that goes on in the next forward: nothing was predicted yet.
+        for req, token_id in zip(batch.reqs, tokens(), strict=True):
+            if req.finish_reason is not None or req.num_to_extend > 0:
+                continue  # Aborted meanwhile, or a prompt that goes on in the next forward: nothing was predicted.
             req.append(token_id, self._eos_token_ids)
-            if batch.mode is ForwardMode.EXTEND:
-                self._running.append(req)
             if output := req.take_output(self._stream_interval):
                 outputs.append(output)
             if req.finish_reason is not None:
                 self._memory.release(req)
-        self._running = [req for req in self._running if req.finish_reason is None]
+        micro_batch.running = [req for req in micro_batch.running if req.finish_reason is None]
         if outputs:
             self._send(BatchTokenOutput(outputs))
 
@@ -181,7 +285,7 @@ class Scheduler:
             ticket=ticket,
             max_total_num_tokens=self._memory.num_tokens,
             num_used_tokens=self._memory.num_used,
-            num_running_reqs=len(self._running) + (self._unfinished is not None),
+            num_running_reqs=sum(len(micro_batch.reqs) for micro_batch in self._micro_batches),
             num_waiting_reqs=len(self._waiting),
             num_retractions=self._num_retractions,
         )

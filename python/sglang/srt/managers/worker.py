@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
-from sglang.srt.limits import derive_limits
 from sglang.srt.managers.executor import ModelExecutor
-from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress, WorkerMessage
+from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress
 from sglang.srt.managers.ipc import Endpoints, WorkerChannel
 from sglang.srt.managers.process_life import Watchdog
+from sglang.srt.managers.rank_sync import RankSync
 from sglang.srt.managers.schedule_batch import RequestMemory
 from sglang.srt.managers.schedule_policy import PrefillLimits
 from sglang.srt.managers.scheduler import Scheduler
@@ -68,10 +67,6 @@ def _last_words(error: Exception) -> str:
     return traceback.format_exc()
 
 
-def _discard(message: WorkerMessage) -> None:
-    pass
-
-
 def rank_label(server_args: ServerArgs, rank: int) -> str:
     """`TP1`, or `PP0 TP1` with pipeline stages: the log's name for a rank."""
     stage, tp_rank = divmod(rank, server_args.tp_size)
@@ -91,25 +86,32 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
     parallel = parallel_state.initialize(server_args, place.rank, place.init_method, device)
     progress("loading the model")
     runner = ModelRunner(server_args, model_config, parallel, place.gpu_id, progress=progress)
-    limits = derive_limits(server_args, model_config, device_name)
-    scheduler = Scheduler(
-        executor=ModelExecutor(runner, Watchdog(server_args.watchdog_timeout)),
-        memory=RequestMemory(runner.req_to_token_pool, runner.allocator),
-        limits=PrefillLimits(
-            max_tokens=limits.prefill_ceiling,
-            max_running_requests=runner.max_running_requests,
-            chunked=server_args.chunked_prefill_size_on(device_name) is not None,
-        ),
-        context_len=model_config.context_length,
-        eos_token_ids=model_config.eos_token_ids,
-        receive=partial(channel.receive_together, parallel.world),
-        # All ranks come to the same outputs; one tells them.
-        send=channel.send if parallel.world.is_first else _discard,
-        stream_interval=server_args.stream_interval,
-    )
+    scheduler = create_scheduler(runner, channel)
     parallel.world.barrier(server_args.dist_timeout)
     channel.send(Ready(place.rank, _server_info(runner, device_name)))
     scheduler.run()
+
+
+def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
+    """The scheduler of one rank over its `runner`; only the first rank uses `channel`."""
+    args, parallel = runner.server_args, runner.parallel
+    sync = RankSync(parallel, channel)
+    return Scheduler(
+        executor=ModelExecutor(runner, Watchdog(args.watchdog_timeout)),
+        memory=RequestMemory(runner.req_to_token_pool, runner.allocator),
+        limits=PrefillLimits(
+            max_tokens=runner.limits.prefill_ceiling,
+            max_running_requests=runner.max_running_requests,
+            chunked=args.chunked_prefill_size_on(runner.device.type) is not None,
+        ),
+        context_len=runner.model_config.context_length,
+        eos_token_ids=runner.model_config.eos_token_ids,
+        receive=sync.receive,
+        send=sync.send,
+        stream_interval=args.stream_interval,
+        num_micro_batches=min(parallel.pp.size, runner.max_running_requests),
+        share_load=sync.share_load if sync.shares_load else None,
+    )
 
 
 def _take_gpu(device: torch.device) -> None:

@@ -1,0 +1,153 @@
+"""Every layout of ranks says what one rank says: tensor, pipeline and expert parallelism, attention DP, and mixtures.
+
+The ranks are real processes with the built-in model, the real scheduler and real gloo groups. `Client` stands where
+the main process and its sockets would: it hands requests to the first rank and keeps what comes back.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import initialize
+from sglang.srt.managers.io_struct import (
+    AbortRequest,
+    BatchTokenOutput,
+    GetInternalState,
+    InternalState,
+    Shutdown,
+    TokenizedRequest,
+    WorkerMessage,
+)
+from sglang.srt.managers.worker import create_scheduler
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.test.arithmetic import few_shot_prompt, held_out_questions
+from support.ranks import free_port, results_of, run_ranks
+
+LAYOUTS = {
+    "TP2": {"tp_size": 2},
+    "TP4": {"tp_size": 4},
+    "PP2": {"pp_size": 2},
+    "PP4": {"pp_size": 4},
+    "TP2xPP2": {"tp_size": 2, "pp_size": 2},
+    "EP2": {"tp_size": 2, "ep_size": 2},
+    "DP2": {"tp_size": 2, "attn_dp_size": 2},
+    "DP4xEP4": {"tp_size": 4, "attn_dp_size": 4, "ep_size": 4},
+    "TP4xDP2xEP2": {"tp_size": 4, "attn_dp_size": 2, "ep_size": 2},
+    "DP2xPP2": {"tp_size": 2, "attn_dp_size": 2, "pp_size": 2},
+}
+
+ABORTED = "aborted"
+NUM_TOKENS_IF_NOT_ABORTED = 60
+
+
+class Client:
+    """Sends each request at a step of its own, aborts one, and shuts down when the others have finished."""
+
+    def __init__(self, requests: list[TokenizedRequest]) -> None:
+        self.to_come = list(requests)
+        self.unfinished = {request.rid for request in requests} - {ABORTED}
+        self.tokens: dict[str, list[int]] = {request.rid: [] for request in requests}
+        self.states: list[InternalState] = []
+        self.num_steps = 0
+        self.asked = False
+
+    def receive(self, may_wait: bool) -> list:
+        self.num_steps += 1
+        if self.to_come:
+            arrived, self.to_come = self.to_come[:2], self.to_come[2:]
+            return arrived
+        if self.num_steps == 10:
+            return [AbortRequest(ABORTED), AbortRequest("unknown")]
+        if self.unfinished or not may_wait:
+            return []
+        if not self.asked:
+            self.asked = True
+            return [GetInternalState(1)]
+        return [Shutdown()]
+
+    def receive_raw(self, may_wait: bool) -> list[msgspec.Raw]:
+        return [msgspec.Raw(msgspec.msgpack.encode(message)) for message in self.receive(may_wait)]
+
+    def send(self, message: WorkerMessage) -> None:
+        if isinstance(message, InternalState):
+            self.states.append(message)
+        else:
+            assert isinstance(message, BatchTokenOutput)
+            for output in message.outputs:
+                self.tokens[output.rid] += output.token_ids
+                if output.finish_reason is not None:
+                    self.unfinished.discard(output.rid)
+
+    def send_raw(self, message) -> None:
+        self.send(msgspec.msgpack.decode(message, type=WorkerMessage))
+
+
+def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest]):
+    """Serve `requests` on one rank; gives what the client got, the states that it was told and what is still held."""
+    torch.set_num_threads(1)
+    args = ServerArgs(
+        device="cpu",
+        disable_flashinfer_autotune=True,
+        max_total_tokens=600,
+        context_length=200,
+        max_running_requests=8,
+        chunked_prefill_size=48 * sizes.get("attn_dp_size", 1),
+        dist_timeout=30,
+        **sizes,
+    )
+    config = ModelConfig.from_path(args.model_path, dtype="float32", context_length=args.context_length)
+    parallel = initialize(args, rank, f"tcp://127.0.0.1:{port}", torch.device("cpu"))
+    runner = ModelRunner(args, config, parallel)
+    client = Client(requests)
+    create_scheduler(runner, client).run()
+    parallel.world.barrier(20)
+    held = runner.allocator.num_tokens - runner.allocator.available()
+    return client.tokens, [msgspec.structs.asdict(state) for state in client.states], held
+
+
+def make_requests(num_replicas: int) -> list[TokenizedRequest]:
+    tokenizer = Tokenizer.from_file(os.path.join(ServerArgs().model_path, "tokenizer.json"))
+    rng = random.Random(3)
+    requests = []
+    for i, (question, shots) in enumerate(held_out_questions(12, 8, seed=5)):
+        prompt = tokenizer.encode(few_shot_prompt(question, shots[: rng.randrange(9)])).ids
+        sampled = {"temperature": 1.0, "top_p": 0.9, "seed": 7} if i % 4 == 3 else {"temperature": 0.0}
+        sampling = SamplingParams(max_new_tokens=4 + 3 * (i % 5), ignore_eos=True, **sampled)
+        requests.append(TokenizedRequest(f"r{i}", prompt, sampling, i % 2 == 0, i % num_replicas))
+    sampling = SamplingParams(max_new_tokens=NUM_TOKENS_IF_NOT_ABORTED, temperature=0.0, ignore_eos=True)
+    requests.insert(1, TokenizedRequest(ABORTED, requests[0].input_ids, sampling, True, num_replicas - 1))
+    return requests
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, list[int]]:
+    ((tokens, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1), timeout_s=60))
+    return tokens
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_says_what_one_rank_says(name, one_rank):
+    sizes = LAYOUTS[name]
+    num_ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
+    num_replicas = sizes.get("attn_dp_size", 1)
+    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, make_requests(num_replicas), timeout_s=60)
+    results = results_of(outcomes)
+    tokens, states, _ = results[0]
+    for rid, expected in one_rank.items():
+        if rid == ABORTED:
+            both = list(zip(expected, tokens[rid], strict=False))
+            assert both and len(tokens[rid]) < NUM_TOKENS_IF_NOT_ABORTED
+            assert all(one == other for one, other in both)
+        else:
+            assert tokens[rid] == expected, rid
+    assert sorted(state["replica"] for state in states) == list(range(num_replicas))
+    assert [held for _, _, held in results] == [0] * num_ranks
