@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang.cli import autotune
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import server_args_parser
 from sglang.srt.unbuilt_flags import REFUSED, WARNED
@@ -44,7 +46,10 @@ Refused, since going on without them would be another server:
 
 def parsers() -> list[argparse.ArgumentParser]:
     """The parsers of every command that has flags, in the page's order."""
-    return [server_args_parser()]
+    modules = [
+        importlib.import_module(f"{autotune.__name__}.{name.replace('-', '_')}") for name in autotune.COMMANDS
+    ]
+    return [server_args_parser(), *[module.parser() for module in modules]]
 
 
 def render() -> str:

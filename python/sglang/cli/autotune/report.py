@@ -21,7 +21,7 @@ def parser() -> FlagParser:
     own.add_argument(
         "path",
         type=Path,
-        metavar="FILE|DIR",
+        metavar="PATH",
         help="A report, or a directory whose newest report.json is taken.",
     )
     own.add_argument(
