@@ -16,7 +16,8 @@ from sglang.srt.distributed.parallel_state import Group, ParallelState
 from sglang.srt.layers.fused_moe import moe_shape
 from sglang.srt.layers.moe.registry import create_moe_runner
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM, stage_layers
+from sglang.srt.models.decoder import stage_layers
+from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

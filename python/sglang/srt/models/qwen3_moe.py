@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,12 +15,9 @@ from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLine
 from sglang.srt.layers.moe.base import MoERunner
 from sglang.srt.layers.norm import RMSNorm
 from sglang.srt.layers.rotary import RotaryEmbedding
-from sglang.srt.layers.vocab_parallel import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots
-from sglang.srt.models.registry import CausalLM
-
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.")
+from sglang.srt.models.decoder import DecoderLayer, DecoderLM
 
 
 class Qwen3Attention(nn.Module):
@@ -81,46 +75,8 @@ class Qwen3MLP(nn.Module):
         yield from self.down_proj.weight_slots(f"{prefix}.down_proj")
 
 
-class Qwen3MoeDecoderLayer(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_id: int,
-        parallel: ParallelState,
-        moe_runner: MoERunner,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self.self_attn = Qwen3Attention(config, layer_id, parallel.attn_tp, dtype, device)
-        self.mlp: FusedMoE | Qwen3MLP
-        if config.is_moe_layer(layer_id):
-            self.mlp = FusedMoE(config, parallel, moe_runner, dtype, device)
-        else:
-            self.mlp = Qwen3MLP(config, parallel.attn_tp, dtype, device)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None,
-        rotary: RotaryEmbedding,
-        batch: ForwardBatch,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the layer's output and the residual that is still to be added to it."""
-        hidden_states, residual = self.input_layernorm.add_and_norm(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, rotary, batch)
-        hidden_states, residual = self.post_attention_layernorm.add_and_norm(hidden_states, residual)
-        return self.mlp(hidden_states, batch), residual
-
-    def weight_slots(self, prefix: str) -> NamedSlots:
-        for name in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"):
-            yield from getattr(self, name).weight_slots(f"{prefix}.{name}")
-
-
-class Qwen3MoeForCausalLM(CausalLM):
-    """See `CausalLM`. Embedding, attention and head are split over `attn_tp`, the experts over `ep` and `moe_tp`."""
+class Qwen3MoeForCausalLM(DecoderLM):
+    """See `DecoderLM`. The experts are split over `ep` and `moe_tp`."""
 
     def __init__(
         self,
@@ -130,85 +86,18 @@ class Qwen3MoeForCausalLM(CausalLM):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__()
         _check_supported(config)
-        self.config = config
-        pp, attn_tp = parallel.pp, parallel.attn_tp
-        self.first_layer, self.end_layer = stage_layers(config.num_hidden_layers, pp.rank, pp.size)
-        vocab = (config.vocab_size, config.hidden_size, attn_tp, dtype, device)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, config.context_length, config.rope_theta, config.rope_scaling, device
-        )
-        self.embed_tokens = VocabParallelEmbedding(*vocab) if pp.is_first else None
-        self.layers = nn.ModuleDict(
-            {
-                str(layer): Qwen3MoeDecoderLayer(config, layer, parallel, moe_runner, dtype, device)
-                for layer in range(self.first_layer, self.end_layer)
-            }
-        )
-        self.norm: RMSNorm | None = None
-        self.lm_head: ParallelLMHead | None = None
-        if pp.is_last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype, device)
-            self.lm_head = ParallelLMHead(*vocab)
-            if config.tie_word_embeddings and self.embed_tokens is not None:
-                self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, batch: ForwardBatch, hidden_states: torch.Tensor | None = None) -> torch.Tensor:
-        if self.embed_tokens is not None:
-            hidden_states = self.embed_tokens(batch.input_ids)
-        assert hidden_states is not None, (
-            "a later pipeline stage starts from the hidden states of the one before"
-        )
-        residual: torch.Tensor | None = None
-        for layer in self.layers.values():
-            hidden_states, residual = layer(hidden_states, residual, self.rotary, batch)
-        if self.norm is None:
-            # One tensor to send; the next stage starts from it as its residual, with the same sums.
-            return hidden_states if residual is None else hidden_states + residual
-        return self.norm.add_and_norm(hidden_states, residual)[0]
+        def make_layer(layer: int) -> DecoderLayer:
+            attention = Qwen3Attention(config, layer, parallel.attn_tp, dtype, device)
+            mlp: FusedMoE | Qwen3MLP
+            if config.is_moe_layer(layer):
+                mlp = FusedMoE(config, parallel, moe_runner, dtype, device)
+            else:
+                mlp = Qwen3MLP(config, parallel.attn_tp, dtype, device)
+            return DecoderLayer(attention, mlp, config, dtype, device)
 
-    def weight_slots(self) -> NamedSlots:
-        for name, module in self._checkpoint_modules():
-            yield from module.weight_slots(name)  # type: ignore[operator]
-
-    def _checkpoint_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        tied = self.config.tie_word_embeddings
-        if self.embed_tokens is not None:
-            yield "model.embed_tokens", self.embed_tokens
-        for layer, module in self.layers.items():
-            yield f"model.layers.{layer}", module
-        if self.norm is not None:
-            yield "model.norm", self.norm
-        if self.lm_head is not None and not (tied and self.embed_tokens is not None):
-            yield ("model.embed_tokens" if tied else "lm_head"), self.lm_head
-
-    def belongs_elsewhere(self, name: str) -> bool:
-        layer = _LAYER_NAME.match(name)
-        if layer is not None:
-            number = int(layer[1])
-            here = self.first_layer <= number < self.end_layer
-            return name.endswith(".rotary_emb.inv_freq") or (
-                not here and number < self.config.num_hidden_layers
-            )
-        if name == "lm_head.weight":
-            return self.lm_head is None or self.config.tie_word_embeddings
-        return (name == "model.norm.weight" and self.norm is None) or (
-            name == "model.embed_tokens.weight" and self.embed_tokens is None
-        )
-
-
-def stage_layers(num_layers: int, stage: int, num_stages: int) -> tuple[int, int]:
-    """First and end layer of a pipeline stage; stages differ by one layer at most, the later ones holding
-    more.
-
-    Raises `ValueError` when a stage would be empty.
-    """
-    if num_stages > num_layers:
-        raise ValueError(
-            f"--pp-size {num_stages} exceeds the model's {num_layers} layers: each stage needs one"
-        )
-    return num_layers * stage // num_stages, num_layers * (stage + 1) // num_stages
+        super().__init__(config, parallel, make_layer, dtype, device)
 
 
 def _check_supported(config: ModelConfig) -> None:
