@@ -52,6 +52,7 @@ class TinyHost:
         )
         self.op_names = self.runner.op_names
         self.tuned_ops = (self.runner.op,)
+        self.megamoe = None
         self.timing_group = None
         self.between = between
         self.forwards: list[Shape] = []

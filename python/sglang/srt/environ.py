@@ -6,11 +6,14 @@ A variable is read when it is asked for, never at import, so a test or an embedd
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -166,6 +169,23 @@ class Envs:
         minimum=0.001,
     )
 
+    SGLANG_FLASHINFER_MEGAMOE_MAX_TOKENS_PER_RANK = EnvInt(
+        0,
+        "Most tokens of a rank in one MegaMoE launch of an engine without tuned profiles. `0` takes the largest "
+        "forward that the flags allow. Tuned profiles have capacities of their own.",
+        minimum=0,
+    )
+    SGLANG_FLASHINFER_MEGAMOE_IN_KERNEL_FC2_REDUCE = EnvBool(
+        False,
+        "Sum the results of a token's experts inside the MegaMoE kernel: faster by a few percent, in no fixed order. "
+        "Only for one rank or ranks that are never idle.",
+    )
+    SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE = EnvStr(
+        "bf16",
+        "How NVFP4 MegaMoE sends expert results back: `bf16`, `mxfp8` (half the bytes) or `nvfp4` (a quarter), at the "
+        "price of accuracy.",
+    )
+
     @classmethod
     def fields(cls) -> dict[str, EnvField[Any]]:
         """Name to variable, in declaration order."""
@@ -173,3 +193,22 @@ class Envs:
 
 
 envs = Envs()
+
+
+def unknown_megamoe_variables() -> list[str]:
+    """Set `SGLANG_*MEGAMOE*` variables that mean nothing here: misspelt, or of another version."""
+    known = Envs.fields()
+    return sorted(
+        name for name in os.environ if name.startswith("SGLANG_") and "MEGAMOE" in name and name not in known
+    )
+
+
+def warn_of_unknown_megamoe_variables() -> None:
+    """One log line for each of them, once in the life of the process."""
+    for name in unknown_megamoe_variables():
+        if name not in _warned:
+            _warned.add(name)
+            logger.warning("%s is set, and this version knows no such variable: it has no effect", name)
+
+
+_warned: set[str] = set()

@@ -75,7 +75,7 @@ def derive_limits(args: ServerArgs, config: ModelConfig, device: str) -> Limits:
         decode_batch_sizes=tuple(sizes),
         max_running_requests=max_running,
         prefill_ceiling=prefill,
-        moe_gather=dp,
+        moe_gather=1 if args.uses_megamoe else dp,  # MegaMoE leaves tokens where they are
         context_length=config.context_length,
         origins=origins,
     )

@@ -27,6 +27,9 @@ PARALLEL = "Parallelism"
 AUTOTUNE = "FlashInfer autotune"
 RUNTIME = "Runtime"
 
+# Experts and exchange in one kernel: FlashInfer's on a GPU, a plain one on the CPU.
+MEGAMOE_BACKENDS = ("flashinfer_megamoe", "reference_megamoe")
+
 # Shorter spellings that SGLang's --dtype and --kv-cache-dtype accept too.
 _DTYPE_SPELLINGS = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
 
@@ -152,7 +155,14 @@ class ServerArgs:
         "auto",
         "Mixture-of-experts kernels; auto is flashinfer_cutlass on CUDA and reference on CPU.",
         group=KERNELS,
-        choices=("auto", "reference", "flashinfer_cutlass", "torch_grouped"),
+        choices=("auto", "reference", "flashinfer_cutlass", "torch_grouped", *MEGAMOE_BACKENDS),
+    )
+    moe_a2a_backend: str | None = flag(
+        None,
+        "Who moves tokens between the ranks that hold experts: collectives around the kernels (none), or MegaMoE.",
+        group=KERNELS,
+        choices=("none", *MEGAMOE_BACKENDS),
+        default_text="what --moe-runner-backend brings",
     )
     kv_cache_dtype: str = flag(
         "auto",
@@ -319,6 +329,7 @@ class ServerArgs:
         self._check_parallel_sizes()
         self._check_nodes()
         self._check_backends()
+        self._check_megamoe()
         self._check_files()
 
     def _take_older_dp_spelling(self) -> None:
@@ -389,8 +400,42 @@ class ServerArgs:
             ("--attention-backend", self.attention_backend),
             ("--moe-runner-backend", self.moe_runner_backend),
         ):
-            if value in ("flashinfer", "flashinfer_cutlass"):
-                raise ValueError(f"{name} {value} needs a GPU: leave it out with --device cpu")
+            if value in ("flashinfer", "flashinfer_cutlass", "flashinfer_megamoe"):
+                remedy = "use reference_megamoe" if value == "flashinfer_megamoe" else "leave it out"
+                raise ValueError(f"{name} {value} needs a GPU: {remedy} with --device cpu")
+
+    def _check_megamoe(self) -> None:
+        """One kernel does both jobs, over all ranks, on each rank's own tokens."""
+        runner, a2a = self.moe_runner_backend, self.moe_a2a_backend
+        if runner in MEGAMOE_BACKENDS and a2a not in (None, runner):
+            raise ValueError(
+                f"--moe-runner-backend {runner} exchanges tokens itself: leave --moe-a2a-backend {a2a} out, or name "
+                f"{runner} there too"
+            )
+        if a2a in MEGAMOE_BACKENDS and runner not in ("auto", a2a):
+            raise ValueError(
+                f"--moe-a2a-backend {a2a} is one kernel with the experts: leave --moe-runner-backend {runner} out, or "
+                f"name {a2a} there too"
+            )
+        name = self.megamoe_backend
+        if name is None:
+            return
+        if name == "flashinfer_megamoe" and self.device == "cpu":
+            raise ValueError(f"--moe-a2a-backend {name} needs a GPU: use reference_megamoe with --device cpu")
+        if name == "reference_megamoe" and self.device == "cuda":
+            raise ValueError(
+                f"--moe-runner-backend {name} runs on the CPU: use flashinfer_megamoe with --device cuda"
+            )
+        if self.attn_dp_size != self.tp_size:
+            raise ValueError(
+                f"--moe-runner-backend {name} works on each rank's own tokens: --attn-dp-size must equal --tp-size "
+                f"(got {self.attn_dp_size} and {self.tp_size})"
+            )
+        if self.ep_size != self.world_size:
+            raise ValueError(
+                f"--moe-runner-backend {name} spreads the experts over all ranks: --ep-size must equal --tp-size x "
+                f"--pp-size (got {self.ep_size} and {self.world_size})"
+            )
 
     def _check_files(self) -> None:
         for path in self.flashinfer_autotune_records:
@@ -411,6 +456,17 @@ class ServerArgs:
     def moe_tp_size(self) -> int:
         """Ranks that share one expert."""
         return self.tp_size // self.ep_size
+
+    @property
+    def megamoe_backend(self) -> str | None:
+        """The MegaMoE backend that either of its two flags names; None without one."""
+        named = (self.moe_runner_backend, self.moe_a2a_backend)
+        return next((name for name in named if name in MEGAMOE_BACKENDS), None)
+
+    @property
+    def uses_megamoe(self) -> bool:
+        """Whether experts and exchange are one kernel, so that tokens stay on their ranks."""
+        return self.megamoe_backend is not None
 
     @property
     def uses_builtin_model(self) -> bool:
@@ -458,6 +514,8 @@ class ServerArgs:
 
     def moe_runner_backend_on(self, device: str) -> str:
         """The MoE runner backend that "auto" means on `device`."""
+        if self.megamoe_backend is not None:
+            return self.megamoe_backend
         if self.moe_runner_backend != "auto":
             return self.moe_runner_backend
         return "flashinfer_cutlass" if device == "cuda" else "reference"

@@ -149,7 +149,6 @@ REFUSED: dict[str, str] = {
     "--mm-attention-backend": ONE,
     "--model-impl": ONE,
     "--modelopt-quant": ONE,
-    "--moe-a2a-backend": ONE,
     "--offload-group-size": ONE,
     "--preferred-sampling-params": ONE,
     "--prefill-attention-backend": ONE,

@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.gpus import GpuModel
-from sglang.srt.autotune.ops import tunable_ops
+from sglang.srt.autotune.ops import asks_the_tuner, tunable_ops
 from sglang.srt.autotune.plan import Plan, make_plan
 from sglang.srt.autotune.records.cache_key import CachePath, RankPlace
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
@@ -106,8 +106,12 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
     settings, identity = settings_of(args), identity_of(args, config, device)
     capability = None if gpu is None else gpu.capability
     sm, backend = sm_name(capability), args.moe_runner_backend_on(device)
-    plan = make_plan(derive_limits(args, config, device), include_prefill=settings.include_prefill)
     ops = tunable_ops(backend)
+    plan = make_plan(
+        derive_limits(args, config, device),
+        include_prefill=settings.include_prefill,
+        include_steps=asks_the_tuner(ops) or not ops,
+    )
     decision = decide(
         disabled=settings.disabled,
         deterministic=settings.deterministic,

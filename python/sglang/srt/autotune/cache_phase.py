@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,14 @@ class CachePhase:
         self._store.commit(fresh, steps=[StepEntry(step.name, tuple(keys))])
         self._report.records.tuned += len(fresh)
         return len(fresh)
+
+    def namespace(self, name: str) -> Mapping[str, Any]:
+        """What was loaded under a namespace of kernels that tune themselves, `{key: JSON value}`."""
+        return self._merged.namespaces.get(name, {})
+
+    def commit_namespace(self, name: str, entries: Mapping[str, Any]) -> None:
+        """Merge entries of a namespace into the user's file."""
+        self._store.commit(namespaces={name: entries})
 
     def back_to_default(self, step: Step, op_names: Collection[str]) -> None:
         """Serve a step's bucket with the default of these ops, now and at later starts.

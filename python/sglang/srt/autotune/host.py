@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from sglang.srt.autotune.identity import EngineIdentity, Topology
+from sglang.srt.autotune.megamoe.host import MegaMoEHost
 from sglang.srt.autotune.plan import Limits, Shape
 
 
@@ -42,6 +43,8 @@ class Host(Protocol):
     op_names: tuple[str, ...]
     #: In-tree ops to which a profiler is lent where FlashInfer cannot measure.
     tuned_ops: tuple[Any, ...]
+    #: The MegaMoE profiles of an engine whose experts run on it; None elsewhere.
+    megamoe: MegaMoEHost | None
     #: CPU process group over ``topology.alike`` for FlashInfer's own reductions; None with one rank or on CPU.
     timing_group: Any | None
 

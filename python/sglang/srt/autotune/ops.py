@@ -6,10 +6,14 @@ this table, since it must not import torch.
 
 from __future__ import annotations
 
+#: The name under which MegaMoE profiles are skipped; FlashInfer's AutoTuner is never asked for it.
+MEGAMOE_OP = "flashinfer_megamoe"
+
 TUNABLE_OPS: dict[str, tuple[str, ...]] = {
     "reference": ("sglang::reference_moe",),
     "flashinfer_cutlass": ("trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"),
-    "flashinfer_megamoe": ("flashinfer_megamoe",),
+    "flashinfer_megamoe": (MEGAMOE_OP,),
+    "reference_megamoe": (MEGAMOE_OP,),
     "torch_grouped": (),
 }
 
@@ -17,3 +21,8 @@ TUNABLE_OPS: dict[str, tuple[str, ...]] = {
 def tunable_ops(moe_runner_backend: str) -> tuple[str, ...]:
     """The ops of a backend (already resolved from ``auto``); empty when nothing of it is tunable."""
     return TUNABLE_OPS.get(moe_runner_backend, ())
+
+
+def asks_the_tuner(op_names: tuple[str, ...]) -> bool:
+    """Whether any of these ops is tuned bucket by bucket; MegaMoE's profiles are tuned by capacity instead."""
+    return any(name != MEGAMOE_OP for name in op_names)

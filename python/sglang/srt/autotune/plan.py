@@ -182,15 +182,18 @@ def spread(op_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(base + (rank < rest) for rank in range(num_ranks))
 
 
-def make_plan(limits: Limits, *, include_prefill: bool = True) -> Plan:
+def make_plan(limits: Limits, *, include_prefill: bool = True, include_steps: bool = True) -> Plan:
     """The steps that cover every bucket serving can reach, hottest first.
 
     Decode steps: the buckets of every captured batch size, ascending, then of the decode ceiling (eager
     batches). Prefill steps: the buckets above the decode ceiling, descending from the prefill ceiling, then
     the buckets below it that no captured size reaches (short prompts and the tails of chunks land there).
     ``include_prefill=False`` (``SGLANG_FLASHINFER_AUTOTUNE_EXTEND=0``) leaves the prefill steps out;
-    capacities do not depend on it.
+    capacities do not depend on it. Without ``include_steps`` (no op is tuned bucket by bucket) there are capacities
+    alone.
     """
+    if not include_steps:
+        return Plan((), capacity_ladder(limits), limits)
     top = limits.max_op_tokens
     decode_sizes = [batch * limits.tokens_per_request for batch in limits.decode_batch_sizes]
     decode_sizes.append(limits.decode_ceiling)

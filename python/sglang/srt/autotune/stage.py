@@ -20,6 +20,8 @@ from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.megamoe.staging import stage_profiles
+from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner
 from sglang.srt.autotune.plan import Plan, Step, make_plan
 from sglang.srt.autotune.progress import Listener, StageProgress, print_table
 from sglang.srt.autotune.records.placement import sm_name
@@ -126,6 +128,8 @@ class _Stage:
             with self._timed("verification"):
                 self._check_coverage(covered, cache, journal)
                 self._judge(tuned, cache)
+            with self._timed("megamoe"):
+                self._stage_megamoe(plan, cache)
         self._agree_on_winners(cache)
         cache.finish(plan, self.step_reports)
         self.report.status = "completed"
@@ -159,7 +163,11 @@ class _Stage:
     # plan ------------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
-        plan = make_plan(self.host.limits, include_prefill=self.settings.include_prefill)
+        plan = make_plan(
+            self.host.limits,
+            include_prefill=self.settings.include_prefill,
+            include_steps=asks_the_tuner(self.host.op_names),
+        )
         self.report.plan = plan.to_json()
         self.agreement.all_agree("plan", [[s.phase.value, s.bucket] for s in plan.steps], SAME_FLAGS)
         for step in plan.steps:
@@ -415,11 +423,31 @@ class _Stage:
                 len(different),
             )
 
+    # MegaMoE ---------------------------------------------------------------------------------------------
+
+    def _stage_megamoe(self, plan: Plan, cache: CachePhase) -> None:
+        """Tune and open the profiles of an engine that runs on MegaMoE; a draft model's are left alone."""
+        megamoe = self.host.megamoe
+        if megamoe is None or MEGAMOE_OP in self.settings.skip_ops or self.host.identity.draft:
+            return
+        report = stage_profiles(
+            megamoe.profiles,
+            plan.capacities,
+            cache,
+            self.agreement,
+            dtype=megamoe.dtype,
+            startup=megamoe.startup,
+            free_bytes=megamoe.free_bytes,
+        )
+        self.report.megamoe = report.to_json()
+        self.report.profiles_tuned += report.tuned
+
     # report ----------------------------------------------------------------------------------------------
 
     def _summary(self, todo: list[Step]) -> str:
         if not todo:
-            return "every step was covered by records"
+            tuned = self.report.profiles_tuned
+            return f"{tuned} MegaMoE profiles tuned" if tuned else "every step was covered by records"
         left = sum(report.source == OVER_BUDGET for report in self.step_reports.values())
         rest = f", {left} steps left to the next start" if left else ""
         return f"{self.report.profiles_tuned} profiles tuned in {len(todo) - left} steps{rest}"

@@ -11,6 +11,7 @@ from sglang.srt.layers.dp_attention import gather_tokens, local_tokens
 from sglang.srt.layers.linear import Linear, divide
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape
+from sglang.srt.layers.moe.megamoe import MegaMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids, expert_selector
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots, WeightSlot
@@ -86,6 +87,8 @@ class FusedMoE(nn.Module):
             b2 = torch.zeros(experts, hidden, dtype=dtype, device=device)
             self.b13 = nn.Parameter(b13, requires_grad=False)
             self.b2 = nn.Parameter(b2, requires_grad=False)
+        #: Number under which a MegaMoE runner took the weights over; None with any other runner.
+        self.mega_owner: int | None = None
 
     @property
     def weights(self) -> ExpertWeights:
@@ -94,6 +97,8 @@ class FusedMoE(nn.Module):
     def forward(self, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """`[T, H]` -> `[T, H]`. Under attention DP all ranks must call it, those without tokens too."""
         num_tokens = batch.global_num_tokens
+        if self.mega_owner is not None:
+            return self._mega(self.mega_owner, hidden_states, batch)
         if num_tokens is None:
             assert self.parallel.attn_dp.size == 1, "attention DP needs the token counts of all ranks"
             return self._experts(hidden_states, batch.balanced_routing)
@@ -102,13 +107,29 @@ class FusedMoE(nn.Module):
             self._experts(gathered, batch.balanced_routing), num_tokens, self.parallel.attn_dp
         )
 
+    def _mega(self, owner: int, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Local tokens stay local: the kernel exchanges them, and ranks without any take part."""
+        assert isinstance(self.runner, MegaMoERunner)
+        topk_weights, topk_ids = self._route(hidden_states, batch.balanced_routing)
+        return self.runner.exchange_and_run(
+            owner, hidden_states, topk_ids, topk_weights, batch.global_num_tokens
+        )
+
+    def _route(self, hidden_states: torch.Tensor, balanced: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights `[T, K]` float32 and ids `[T, K]` int32."""
+        num_tokens, top_k, device = hidden_states.shape[0], self.shape.top_k, hidden_states.device
+        if num_tokens == 0:
+            empty = torch.empty((0, top_k), device=device)
+            return empty, empty.to(torch.int32)
+        topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
+        if balanced:
+            topk_ids = balanced_topk_ids(num_tokens, top_k, self.shape.num_experts, device)
+        return topk_weights, topk_ids
+
     def _experts(self, hidden_states: torch.Tensor, balanced: bool) -> torch.Tensor:
         if hidden_states.shape[0] == 0:
             return hidden_states
-        top_k, num_experts = self.shape.top_k, self.shape.num_experts
-        topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
-        if balanced:
-            topk_ids = balanced_topk_ids(hidden_states.shape[0], top_k, num_experts, hidden_states.device)
+        topk_weights, topk_ids = self._route(hidden_states, balanced)
         partial = self.runner.run(hidden_states, topk_ids, topk_weights, *self.weights)
         # The ep and moe_tp groups tile the tp group, so one sum over it is the sum over both.
         return self.parallel.tp.all_reduce(partial)

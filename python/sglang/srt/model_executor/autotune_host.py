@@ -13,6 +13,7 @@ from sglang.srt.autotune.identity import Topology
 from sglang.srt.autotune.plan import Phase, Shape
 from sglang.srt.autotune_config import identity_of
 from sglang.srt.layers.fused_moe import FusedMoE
+from sglang.srt.layers.moe.megamoe import MegaMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
@@ -39,6 +40,8 @@ class ModelRunnerHost:
         self.op_names = runner.moe_runner.op_names
         op = getattr(runner.moe_runner, "op", None)
         self.tuned_ops: tuple[Any, ...] = () if op is None else (op,)
+        mega = runner.moe_runner
+        self.megamoe = mega.host() if isinstance(mega, MegaMoERunner) else None
         tp = runner.parallel.tp
         self.timing_group = tp.cpu_group if tp.size > 1 and self.device.type == "cuda" else None
         self._generator = torch.Generator().manual_seed(_SEED)

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.fused_moe import moe_shape
 from sglang.srt.layers.linear import divide, local_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, last_token_rows
+from sglang.srt.layers.moe.megamoe import MegaMoERunner
 from sglang.srt.layers.moe.registry import create_moe_runner
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.limits import derive_limits
@@ -65,6 +66,8 @@ class ModelRunner:
             device=self.device,
             deterministic=args.enable_deterministic_inference,
             may_fall_back=args.moe_runner_backend == "auto",
+            ep_group=parallel.ep,
+            quantization=config.quantization,
         )
         check_capturable(self)
         self.model = load_model(
@@ -76,6 +79,8 @@ class ModelRunner:
             load_format=args.load_format,
             seed=args.random_seed,
         )
+        if isinstance(self.moe_runner, MegaMoERunner):
+            self.moe_runner.take_over(self.model)
         self.logits_processor = (
             LogitsProcessor(self.model.lm_head) if self.model.lm_head is not None else None
         )
@@ -108,6 +113,8 @@ class ModelRunner:
             agreement_of(self, settings.timeout_s),
             None if progress is None else lambda detail: progress("autotune", detail),
         )
+        if isinstance(self.moe_runner, MegaMoERunner):
+            self.moe_runner.open_ordinary()  # unless the stage has opened tuned profiles
 
         # ---- decode graphs
         self.decode_graphs = capture_decode_graphs(

@@ -138,9 +138,9 @@ class MegaMoEProfiles:
 
     def forward(self, owner: int, inputs: MegaInputs, most_tokens: int) -> torch.Tensor:
         """`[T, H]` of one layer. Every rank calls it with the same `most_tokens`, those without tokens too."""
+        index = self.select(most_tokens)
         self.has_run = True
-        workspace = self._workspaces[owner][self.select(most_tokens)]
-        return self.owners[owner].forward(inputs, workspace=workspace)
+        return self.owners[owner].forward(inputs, workspace=self._workspaces[owner][index])
 
     def workspaces(self, owner: int) -> Sequence[Workspace]:
         """An owner's workspaces, by ascending capacity."""

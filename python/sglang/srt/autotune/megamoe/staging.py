@@ -143,6 +143,11 @@ class _Staging:
             return "MegaMoE profiles are frozen already: a geometry is staged once per start"
         if not profiles.owners:
             return "no layer was given to the MegaMoE profiles"
+        ranks, spanned = len(self.agreement.ranks), profiles.kernel.geometry.world_size
+        if spanned != ranks:
+            return (
+                f"the EP group spans {spanned} of {ranks} ranks, and MegaMoE is tuned over all of them only"
+            )
         return None
 
     # records ---------------------------------------------------------------------------------------------

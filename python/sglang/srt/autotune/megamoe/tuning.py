@@ -77,14 +77,15 @@ def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice
     alone = kernel.geometry.world_size == 1
     workers = 0
     # A daemonic process, as some launchers make them, may not start workers.
-    if kernel.bench() is not None and not multiprocessing.current_process().daemon:
+    if kernel.uses_workers and not multiprocessing.current_process().daemon:
         workers = num_workers(kernel, context.free_bytes())
     if not alone:
         order = _order_of_one_rank(context, capacities, workers) if kernel.device.type == "cuda" else None
         yield from LockstepSweep(context, order).tune(capacities)
         return
     if workers == 0:
-        context.problems.append("no sweep worker can be started: candidates are tried in this process")
+        if kernel.uses_workers:
+            context.problems.append("no sweep worker can be started: candidates are tried in this process")
         yield from LockstepSweep(context).tune(capacities)
         return
     sweep = WorkerSweep(kernel, capacities, workers)

@@ -75,6 +75,8 @@ class MoERunner(ABC):
     name: str = ""
     #: Names under which FlashInfer's AutoTuner asks for a tactic; empty when nothing is tunable.
     op_names: tuple[str, ...] = ()
+    #: Values of `--quantization` that this runner makes of unquantised experts while loading.
+    load_quantizations: tuple[str, ...] = ()
 
     def __init__(self, shape: MoEShape) -> None:
         self.shape = shape

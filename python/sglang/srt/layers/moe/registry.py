@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
 
 logger = logging.getLogger(__name__)
@@ -20,11 +21,13 @@ def create_moe_runner(
     device: torch.device = CPU,
     deterministic: bool = False,
     may_fall_back: bool = False,
+    ep_group: Group | None = None,
+    quantization: str | None = None,
 ) -> MoERunner:
     """Build the runner that `--moe-runner-backend` names (already resolved from `auto`).
 
-    With `may_fall_back`, which is for `auto`, `torch_grouped` serves where FlashInfer has no kernel, and one log line
-    says why.
+    `ep_group` and `quantization` (of the checkpoint, or asked for) matter to MegaMoE. With `may_fall_back`, which is
+    for `auto`, `torch_grouped` serves where FlashInfer has no kernel, and one log line says why.
 
     Raises:
         ValueError: no such backend, or it cannot run here.
@@ -48,7 +51,11 @@ def create_moe_runner(
             fallback = create_moe_runner("torch_grouped", shape, device=device)
             logger.warning("MoE runs on torch_grouped, untuned: %s", error)
             return fallback
+    if backend in ("flashinfer_megamoe", "reference_megamoe"):
+        from sglang.srt.layers.moe.megamoe import MegaMoERunner
+
+        return MegaMoERunner.create(backend, shape, device, ep_group, quantization)
     raise ValueError(
         f"--moe-runner-backend {backend}: no such MoE runner; this build has: reference, flashinfer_cutlass, "
-        "torch_grouped"
+        "torch_grouped, flashinfer_megamoe, reference_megamoe"
     )

@@ -104,6 +104,8 @@ class MegaMoEKernel(ABC):
     name: str
     policy: str
     """How its profiles are tuned by default: `sweep` or `native`."""
+    uses_workers: bool = True
+    """Whether a sweep of one rank runs in worker processes: worth it where a candidate must be compiled."""
     variant: str = ""
     """Set by options that change what is computed; winners of one variant mean nothing to another."""
 

@@ -319,6 +319,25 @@ class BlackwellMegaMoE(FlashInferMegaMoE):
         raise NotImplementedError(f"{self.name} is tuned by FlashInfer, which writes its own entries")
 
 
+def kernel_class_for(capability: tuple[int, int], quantization: str | None) -> type[FlashInferMegaMoE]:
+    """The kernel for a GPU and a checkpoint's quantisation (None: BF16, quantised while loading).
+
+    Raises:
+        ValueError: there is none.
+    """
+    have = ".".join(map(str, capability))
+    if capability == (9, 0) and quantization in (None, "fp8"):
+        return HopperFp8MegaMoE
+    if capability in ((10, 0), (10, 3)) and quantization in (None, "fp8"):
+        return Mxfp8MegaMoE
+    if capability in ((10, 0), (10, 3)) and quantization == "nvfp4":
+        return Nvfp4MegaMoE
+    raise ValueError(
+        f"--moe-runner-backend flashinfer_megamoe has no kernel for compute capability {have} and quantisation "
+        f"{quantization or 'none'}: it runs FP8 on 9.0, MXFP8 and NVFP4 on 10.0 and 10.3"
+    )
+
+
 class Mxfp8MegaMoE(BlackwellMegaMoE):
     """MXFP8 weights and activations. Never run natively by this tree's tests."""
 

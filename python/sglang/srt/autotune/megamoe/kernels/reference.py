@@ -23,6 +23,7 @@ class ReferenceMegaMoE(MegaMoEKernel):
 
     name = "reference_megamoe"
     policy = "sweep"
+    uses_workers = False
     tolerance = 1e-4
 
     def __init__(self, geometry: Geometry, group: Any = None) -> None:
