@@ -115,7 +115,9 @@ def _copy(source: torch.Tensor, targets: list[WeightSlot], name: str, file: str)
             raise ValueError(
                 f"--model-path: {name} in {file} has shape {list(shape)} where config.json implies {list(slot.shape)}"
             )
-        if slot.dest is not None:
+        if slot.store is not None:
+            slot.store(source[slot.index])
+        elif slot.dest is not None:
             slot.dest.data.copy_(source[slot.index])
 
 

@@ -6,7 +6,7 @@ data. One loader then checks names and shapes and copies, whatever the model and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ import torch
 class WeightSlot:
     """`dest` takes `tensor[index]` of a checkpoint tensor of the given full `shape`.
 
-    `dest` is a view into a parameter, or None where other ranks alone hold the tensor. `alternative` is the
+    `dest` is a view into a parameter, or None where other ranks alone hold the tensor. Where values are stored in
+    another order or format, `store` takes `tensor[index]` instead and puts it in its place. `alternative` is the
     name under which other checkpoints store the same values; one of the two names must be there.
     """
 
@@ -24,6 +25,7 @@ class WeightSlot:
     dest: torch.Tensor | None
     index: tuple[slice, ...] = (slice(None),)
     alternative: str | None = None
+    store: Callable[[torch.Tensor], None] | None = None
 
 
 NamedSlot = tuple[str, WeightSlot]

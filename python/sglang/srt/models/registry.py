@@ -16,7 +16,10 @@ from sglang.srt.layers.vocab_parallel import ParallelLMHead
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots
 
-_MODELS = {"Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe"}
+_MODELS = {
+    "Qwen3MoeForCausalLM": "sglang.srt.models.qwen3_moe",
+    "GptOssForCausalLM": "sglang.srt.models.gpt_oss",
+}
 
 
 class CausalLM(nn.Module, ABC):
