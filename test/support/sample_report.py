@@ -101,7 +101,28 @@ def sample_report(hostile: str = "cublas_version: saved 13.1.0, current 13.2.0")
         fallback_details=[FallbackReport(OPS[0], "prefill 512", hostile)],
         left_out=[{"step": "prefill 1", "reason": hostile}],
         disagreements=[{"key": hostile, "rank": 2, "had": ["MoERunner", 7], "now": ["MoERunner", 9]}],
-        megamoe={"capacities": [1, 2, 4, 8, 16, 1024], "tuned": 6, "cached": 0},
+        megamoe={
+            "kernel": "sample_kernel",
+            "policy": "sweep",
+            "capacities": [1, 16, 1024],
+            "tuned": 2,
+            "cached": 1,
+            "kept": 0,
+            "winners": {
+                str(capacity): {
+                    "source": source,
+                    "knobs": {"cluster_m": 2, "note": hostile},
+                    "time_us": 60.0 + capacity / 4,
+                    "default_us": 66.0 + capacity / 3,
+                    "open_s": 2.1,
+                }
+                for capacity, source in ((1, "cached"), (16, "tuned"), (1024, "tuned"))
+            },
+            "rejected": [{"key": "sample_kernel|max_tokens=8", "reason": hostile}],
+            "problems": [f"capacity 16: {hostile}"],
+            "timings": {"tuning": 30.5},
+            "seconds": 36.9,
+        },
         ranks=ranks,
         cache_path="/root/.cache/sglang/flashinfer/autotune/0.7.2/sm90/155c07f56f83fb96/rank_tp0_pp0_dp0.json",
         environment={

@@ -124,7 +124,7 @@ def points(svg: str, slug: str) -> list[tuple[float, float]]:
 
 
 def test_equal_ratios_are_equal_distances_on_both_axes():
-    svg = plot([Series("tuned", "tuned", [(1, 0.1), (8, 0.2), (64, 0.4), (512, 0.8)])])
+    svg = plot([Series("tuned", "tuned", [(1, 0.1), (8, 0.2), (64, 0.4), (512, 0.8)])], "tokens")
     places = points(svg, "tuned")
     steps = [(b[0] - a[0], a[1] - b[1]) for a, b in zip(places, places[1:], strict=False)]
     assert all(step == pytest.approx(steps[0], abs=0.2) for step in steps)
@@ -132,12 +132,12 @@ def test_equal_ratios_are_equal_distances_on_both_axes():
 
 
 def test_one_point_alone_and_equal_times_can_be_drawn():
-    assert len(points(plot([Series("tuned", "tuned", [(16, 0.5)])]), "tuned")) == 1
-    assert len(points(plot([Series("tuned", "tuned", [(1, 1e-3), (2, 1e-3)])]), "tuned")) == 2
+    assert len(points(plot([Series("tuned", "tuned", [(16, 0.5)])], "tokens"), "tuned")) == 1
+    assert len(points(plot([Series("tuned", "tuned", [(1, 1e-3), (2, 1e-3)])], "tokens"), "tuned")) == 2
 
 
 def test_labels_of_lines_that_end_together_do_not_overlap():
-    svg = plot([Series(name, name, [(1, 1.0), (64, 2.0)]) for name in ("default", "tuned")])
+    svg = plot([Series(name, name, [(1, 1.0), (64, 2.0)]) for name in ("default", "tuned")], "tokens")
     heights = [float(y) for y in re.findall(r'y="([\d.]+)" class="label', svg)]
     assert abs(heights[0] - heights[1]) >= 14
 
@@ -156,3 +156,14 @@ def test_ticks_are_round_and_few():
 def test_only_html_passes_unescaped():
     assert escaped("<b>") == "&lt;b&gt;"
     assert tag("p", Html("<b>x</b>"), "<i>", None, title='"') == '<p title="&quot;"><b>x</b>&lt;i&gt;</p>'
+
+
+# MegaMoE
+
+
+def test_a_start_that_tunes_by_capacity_alone_has_its_page():
+    report = sample_report()
+    report.update(steps=[], plan={**report["plan"], "steps": []})
+    reader = Reader(render_page(report))
+    assert "MegaMoE capacities" in reader.words and "1024" in reader.words and "svg" in reader.tags
+    assert "Default against tuned" not in reader.words and "Steps in their order" not in reader.words

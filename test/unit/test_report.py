@@ -102,6 +102,7 @@ def test_the_command_prints_outcome_steps_and_every_reason(tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.startswith("FlashInfer autotune completed in 11.23 s: 36 profiles tuned in 18 steps")
     assert "prefill 4096" in text and "3.00x" in text
+    assert "capacity 16: tuned, 64.0 us against 71.3 us" in text
     for reason in ("rejected: because [so]", "seed other not used: sm: saved", "fallback at prefill 512"):
         assert reason in text
 
@@ -145,6 +146,9 @@ def test_prometheus_reads_every_metric():
     assert values[("sglang:autotune_records_rejected", "file")] == 0
     assert values[("sglang:autotune_step_ms", "tuned", "4096", "prefill")] == pytest.approx(0.685)
     assert values[("sglang:autotune_status", "completed")] == 1
+    assert values[("sglang:autotune_step_ms", "default", "1", "megamoe")] == pytest.approx(0.0663, abs=1e-4)
+    assert values[("sglang:autotune_megamoe_capacities", "tuned")] == 2
+    assert values[("sglang:autotune_records_rejected", "megamoe")] == 1
 
 
 def test_label_values_are_few_and_never_free_text():

@@ -57,11 +57,12 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"for {engine['model'].get('model_type')}, {engine.get('dtype')}, on {device}")
     if report["steps"]:
         print_table(_steps(report["steps"]))
+    if report["steps"] or report.get("megamoe"):
         counts = ", ".join(f"{records[name]} {name}" for name in ("seeded", "user", "given", "tuned"))
         print(
             f"records: {counts}; {len(records['rejected'])} rejected; kept at {report['cache_path'] or 'memory only'}"
         )
-    for line in _notes(report):
+    for line in [*_megamoe(report.get("megamoe")), *_notes(report)]:
         print(line)
     sys.stdout.flush()
 
@@ -83,6 +84,20 @@ def _steps(steps: list[dict[str, Any]]) -> Any:
             f"{step['seconds']:.2f}",
         )
     return table
+
+
+def _megamoe(whole: dict[str, Any] | None) -> list[str]:
+    """A line per capacity, and what went wrong."""
+    if not whole:
+        return []
+    lines = [f"MegaMoE {whole['kernel']} in {whole['seconds']:.1f} s:"]
+    for capacity, winner in whole["winners"].items():
+        time_us, default_us = winner["time_us"], winner["default_us"]
+        times = f", {time_us:.1f} us" if time_us else ""
+        times += f" against {default_us:.1f} us" if time_us and default_us else ""
+        lines.append(f"  capacity {capacity}: {winner['source']}{times}")
+    lines += [f"  {problem}" for problem in whole["problems"]]
+    return lines + [f"  record {bad['key']} is not used: {bad['reason']}" for bad in whole["rejected"]]
 
 
 def _notes(report: dict[str, Any]) -> list[str]:

@@ -68,18 +68,31 @@ def _families(report: Mapping[str, Any]) -> Iterator[GaugeMetricFamily]:
     family = GaugeMetricFamily(
         PREFIX + "records_rejected", "Records that were not used, by what was wrong", labels=["reason"]
     )
+    megamoe = report.get("megamoe") or {}
     kinds = Counter(item.get("kind", "other") for item in records.get("rejected", []))
+    kinds["megamoe"] += len(megamoe.get("rejected", []))
     for kind in sorted({"file", "environment", "entry", *kinds}):
         family.add_metric([kind], kinds[kind])
     yield family
 
     family = GaugeMetricFamily(
         PREFIX + "step_ms",
-        "Milliseconds of one layer's tunable op, default and tuned",
+        "Milliseconds of one layer's tunable op, default and tuned; MegaMoE's by capacity",
         labels=["phase", "num_tokens", "kind"],
     )
     for step in report.get("steps", []):
         for kind in ("default", "tuned"):
             if step.get(f"{kind}_ms") is not None:
                 family.add_metric([step["phase"], str(step["num_tokens"]), kind], step[f"{kind}_ms"])
+    for capacity, winner in (megamoe.get("winners") or {}).items():
+        for kind, time_us in (("default", winner.get("default_us")), ("tuned", winner.get("time_us"))):
+            if time_us is not None:
+                family.add_metric(["megamoe", str(capacity), kind], time_us / 1000)
+    yield family
+
+    family = GaugeMetricFamily(
+        PREFIX + "megamoe_capacities", "MegaMoE workspaces by where their choice came from", labels=["source"]
+    )
+    for source in ("tuned", "cached", "kept"):
+        family.add_metric([source], megamoe.get(source, 0))
     yield family

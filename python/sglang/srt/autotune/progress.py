@@ -40,7 +40,7 @@ Listener = Callable[[dict[str, Any]], None]
 
 
 class StageProgress:
-    """Counts steps towards ``total``; use as a context manager around them.
+    """Counts steps (or what ``noun`` names) towards ``total``; use as a context manager around them.
 
     ``begin`` names what is being done, ``end`` counts it as done. ``listener`` hears both, on every rank.
     """
@@ -50,12 +50,13 @@ class StageProgress:
         total: int,
         *,
         visible: bool,
+        noun: str = "steps",
         listener: Listener | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         line_interval_s: float = LINE_INTERVAL_S,
     ) -> None:
-        self.total, self.done, self.current = total, 0, ""
+        self.total, self.done, self.current, self._noun = total, 0, "", noun
         self._visible = visible and logger.isEnabledFor(logging.INFO)
         self._listener, self._clock = listener, clock
         self._line_interval_s = line_interval_s
@@ -76,7 +77,7 @@ class StageProgress:
                 console=self._console,
                 transient=True,
             )
-            self._task = self._bar.add_task("steps", total=self.total, current="")
+            self._task = self._bar.add_task(self._noun, total=self.total, current="")
             self._stack.enter_context(self._bar)
             self._stack.enter_context(_logs_above_the_bar())
         elif self._visible:
@@ -111,9 +112,10 @@ class StageProgress:
 
     def _log_line(self) -> None:
         logger.info(
-            "FlashInfer autotune: %d of %d steps, %.0f s elapsed%s, %.0f s at %s",
+            "FlashInfer autotune: %d of %d %s, %.0f s elapsed%s, %.0f s at %s",
             self.done,
             self.total,
+            self._noun,
             self.elapsed_s,
             f", about {self.remaining_s:.0f} s left" if self.done else "",
             self._clock() - self._step_started,

@@ -33,14 +33,14 @@ class _Axis:
         return self._begin_px + self._length_px * (math.log(value) - self._low) / self._span
 
 
-def plot(series: Sequence[Series]) -> Html:
+def plot(series: Sequence[Series], x_label: str) -> Html:
     """The chart; every point has its values as a tooltip."""
     tokens = [x for one in series for x, _ in one.points]
     times = [y for one in series for _, y in one.points]
     assert tokens and min(tokens) > 0 and min(times) > 0, "a logarithmic axis has no place for zero"
     x_axis = _Axis(*_widened(min(tokens), max(tokens), 1.15), LEFT, WIDTH - RIGHT)
     y_axis = _Axis(*_widened(min(times), max(times), 1.35), HEIGHT - BOTTOM, TOP)
-    parts = [*_grid(x_axis, y_axis, tokens, times)]
+    parts = [*_grid(x_axis, y_axis, tokens, times, x_label)]
     labels = _spread([y_axis(one.points[-1][1]) for one in series])
     for one, label_y in zip(series, labels, strict=True):
         parts += _line(one, x_axis, y_axis, label_y)
@@ -49,7 +49,7 @@ def plot(series: Sequence[Series]) -> Html:
         *parts,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
-        aria_label="Milliseconds of one layer's MoE op over token counts, default and tuned",
+        aria_label=f"Milliseconds of one layer's MoE over {x_label}, default and tuned",
     )
 
 
@@ -66,7 +66,7 @@ def _spread(positions: list[float], gap_px: float = 15.0) -> list[float]:
     return placed
 
 
-def _grid(x_axis: _Axis, y_axis: _Axis, tokens: list[float], times: list[float]) -> list[Html]:
+def _grid(x_axis: _Axis, y_axis: _Axis, tokens: list[float], times: list[float], x_label: str) -> list[Html]:
     parts = []
     for value in token_ticks(min(tokens), max(tokens)):
         at = _px(x_axis(value))
@@ -76,9 +76,7 @@ def _grid(x_axis: _Axis, y_axis: _Axis, tokens: list[float], times: list[float])
         at = _px(y_axis(time))
         parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at, class_="grid"))
         parts.append(tag("text", f"{time:g}", x=LEFT - 8, y=_px(y_axis(time) + 4), class_="tick end"))
-    parts.append(
-        tag("text", "tokens at the op", x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="axis middle")
-    )
+    parts.append(tag("text", x_label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="axis middle"))
     parts.append(tag("text", "ms", x=LEFT - 8, y=16, class_="axis end"))
     return parts
 

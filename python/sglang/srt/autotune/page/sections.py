@@ -41,12 +41,12 @@ def headline(report: Report) -> Html:
     status = report.get("status", "unknown")
     counts = report.get("records") or {}
     heading = tag("h1", "FlashInfer autotune", tag("span", status, class_=f"badge {status}"))
-    if not report.get("steps"):
+    if not _ran(report):
         return tag("header", heading, tag("p", report.get("reason")))
     loaded = sum(counts.get(source, 0) for source in ("seeded", "user", "given"))
     tiles = [
         (f"{report.get('seconds', 0):.1f} s", "spent at start"),
-        (len(report.get("steps", [])), "steps"),
+        _work(report),
         (report.get("profiles_tuned", 0), "profiles tuned"),
         (loaded, "records loaded"),
         (report.get("fallbacks", 0), "fallbacks"),
@@ -61,6 +61,16 @@ def headline(report: Report) -> Html:
             "div", *[tag("div", tag("b", n), tag("span", w), class_="tile") for n, w in tiles], class_="tiles"
         ),
     )
+
+
+def _ran(report: Report) -> bool:
+    """Whether there is anything to show beyond the reason."""
+    return bool(report.get("steps") or report.get("megamoe"))
+
+
+def _work(report: Report) -> tuple[int, str]:
+    steps, megamoe = report.get("steps", []), report.get("megamoe") or {}
+    return (len(steps), "steps") if steps else (len(megamoe.get("capacities", [])), "MegaMoE capacities")
 
 
 def _what_was_tuned(report: Report) -> str:
@@ -92,6 +102,11 @@ def attention(report: Report) -> Html:
     ]
     never = (report.get("skipped_ops") or {}).get("never_asked", [])
     items += [f"no forward asked for the skipped op {op}: is it spelled right?" for op in never]
+    whole = report.get("megamoe") or {}
+    items += [f"MegaMoE: {problem}" for problem in whole.get("problems", [])]
+    items += [
+        f"MegaMoE record {item['key']} is not used: {item['reason']}" for item in whole.get("rejected", [])
+    ]
     items += report.get("warnings", [])
     if not items:
         return _NOTHING
@@ -138,7 +153,7 @@ def _times_plot(steps: list[dict[str, Any]]) -> Html:
             series.append(Series(name, name, points))
     if not series:
         return tag("p", "No times are known: nothing was measured by this start or an earlier one.")
-    return plot(series)
+    return plot(series, "tokens at the op")
 
 
 def winners(report: Report) -> Html:
@@ -158,8 +173,37 @@ def winners(report: Report) -> Html:
 
 
 def megamoe(report: Report) -> Html:
+    """MegaMoE's workspaces, one per capacity."""
     value = report.get("megamoe")
-    return section("MegaMoE", pairs(value)) if isinstance(value, Mapping) and value else _NOTHING
+    if not value:
+        return _NOTHING
+    rows: list[tuple[Any, ...]] = []
+    points: dict[str, list[tuple[float, float]]] = {"default": [], "tuned": []}
+    for capacity, winner in (value.get("winners") or {}).items():
+        default_us, time_us = winner.get("default_us"), winner.get("time_us")
+        rows.append(
+            (
+                capacity,
+                _ms(default_us and default_us / 1000),
+                _ms(time_us and time_us / 1000),
+                winner.get("source"),
+                plain(winner.get("knobs")),
+            )
+        )
+        for name, time in (("default", default_us), ("tuned", time_us)):
+            if time:
+                points[name].append((float(capacity), time / 1000))
+    series = [Series(name, name, line) for name, line in points.items() if line]
+    lists = ("capacities", "winners", "rejected", "problems", "timings")
+    facts = {name: item for name, item in value.items() if name not in lists}
+    return section(
+        "MegaMoE",
+        pairs({"capacities": value.get("capacities", []), **facts, **(value.get("timings") or {})}),
+        plot(series, "tokens per rank") if series else None,
+        table(("capacity", "default ms", "tuned ms", "source", "knobs"), rows, numeric=(0, 1, 2))
+        if rows
+        else None,
+    )
 
 
 def plan(report: Report) -> Html:
@@ -178,8 +222,7 @@ def plan(report: Report) -> Html:
     return section(
         "Plan",
         table(("limit of one rank", "value", "from"), rows),
-        tag("h3", "Steps in their order"),
-        tag("p", order),
+        join(tag("h3", "Steps in their order"), tag("p", order)) if order else None,
         tag("h3", "MegaMoE capacities per rank"),
         tag("p", plain(value.get("capacities", []))),
     )
@@ -188,7 +231,7 @@ def plan(report: Report) -> Html:
 def records(report: Report) -> Html:
     """Where records came from, which were refused, and where they are kept."""
     counts = report.get("records")
-    if not counts or not report.get("steps"):
+    if not counts or not _ran(report):
         return _NOTHING
     words = {name: counts.get(name, 0) for name in ("seeded", "user", "given", "tuned")}
     rejected = [
