@@ -17,8 +17,8 @@ class BrokenManager:
     def generate(self, *args, **kwargs):
         raise RuntimeError("secret in /some/path")
 
-    async def internal_state(self, timeout_s):
-        return None
+    async def internal_states(self, timeout_s):
+        return []
 
 
 @pytest.fixture

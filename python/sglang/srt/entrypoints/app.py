@@ -105,25 +105,25 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
 def _add_metrics_route(app: FastAPI, services: Services, metrics: ServingMetrics) -> None:
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.render(await _internal_state(services)), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.render(await _internal_states(services)), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _internal_state(services: Services) -> InternalState | None:
-    return await services.manager.internal_state(STATE_TIMEOUT_S) if services.status.is_ready else None
+async def _internal_states(services: Services) -> list[InternalState]:
+    return await services.manager.internal_states(STATE_TIMEOUT_S) if services.status.is_ready else []
 
 
 async def _server_info(services: Services) -> dict[str, Any]:
     arguments = dataclasses.asdict(services.server_args)
     if arguments["api_key"] is not None:
         arguments["api_key"] = "***"
-    state = await _internal_state(services)
+    states = await _internal_states(services)
     return {
         **arguments,
         "version": __version__,
         "served_model_name": services.model_name,
         "context_length": services.context_length,
         **services.status.as_dict(),
-        "internal_states": [] if state is None else [_public(state)],
+        "internal_states": [_public(state) for state in states],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -84,13 +85,15 @@ class ServingMetrics:
         else:
             self._aborted.inc()
 
-    def render(self, state: InternalState | None) -> bytes:
-        """The whole registry as text; `state` fills the gauges when the scheduler has answered."""
-        if state is not None:
-            self._running.set(state.num_running_reqs)
-            self._waiting.set(state.num_waiting_reqs)
-            self._used.set(state.num_used_tokens)
-            self._usage.set(state.num_used_tokens / state.max_total_num_tokens)
-            self._slots.set(state.max_total_num_tokens)
-            self._retractions.set(state.num_retractions)
+    def render(self, states: Sequence[InternalState]) -> bytes:
+        """The whole registry as text; the `states` of all replicas fill the gauges when they have answered."""
+        if states:
+            num_used = sum(state.num_used_tokens for state in states)
+            num_slots = sum(state.max_total_num_tokens for state in states)
+            self._running.set(sum(state.num_running_reqs for state in states))
+            self._waiting.set(sum(state.num_waiting_reqs for state in states))
+            self._used.set(num_used)
+            self._usage.set(num_used / num_slots)
+            self._slots.set(num_slots)
+            self._retractions.set(sum(state.num_retractions for state in states))
         return generate_latest(self._registry)

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.dispatch import Dispatcher
 from sglang.srt.managers.generation import EngineError, Generation, Piece, SequenceState
 from sglang.srt.managers.io_struct import (
     AbortRequest,
@@ -76,7 +77,9 @@ class TokenizerManager:
         self._push.bind(endpoints.to_worker)
         self._encoder = msgspec.msgpack.Encoder()
         self._routes: dict[str, tuple[Generation, SequenceState]] = {}
-        self._states: dict[int, asyncio.Future[InternalState]] = {}
+        self._num_replicas = server_args.attn_dp_size
+        self._dispatcher = Dispatcher(self._num_replicas)
+        self._states: dict[int, asyncio.Queue[InternalState]] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
 
@@ -102,8 +105,8 @@ class TokenizerManager:
                     for output in outputs:
                         self._route(output)
                 case InternalState(ticket=ticket):
-                    if (future := self._states.pop(ticket, None)) and not future.done():
-                        future.set_result(message)
+                    if (answers := self._states.get(ticket)) is not None:
+                        answers.put_nowait(message)
                 case _:
                     self._on_startup_message(message)
 
@@ -131,24 +134,30 @@ class TokenizerManager:
             self._routes[rid] = generation, state
             if self._observer is not None:
                 self._observer.started(rid, len(ids))
-            self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token))
+            num_tokens = min(len(ids) + sampling.max_new_tokens, self._max_total_tokens)
+            replica = self._dispatcher.assign(rid, num_tokens)
+            self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token, replica))
         return generation
 
     def decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None
         return self._tokenizer.decode(token_ids)
 
-    async def internal_state(self, timeout_s: float) -> InternalState | None:
-        """The scheduler's counts now, or None when it does not answer within `timeout_s`."""
+    async def internal_states(self, timeout_s: float) -> list[InternalState]:
+        """The counts of each attention-DP replica's scheduler now; none when they do not answer within `timeout_s`."""
         ticket = next(self._numbers)
-        self._states[ticket] = future = asyncio.get_running_loop().create_future()
+        self._states[ticket] = answers = asyncio.Queue()
         self._send(GetInternalState(ticket))
+
+        async def all_answers() -> list[InternalState]:
+            return [await answers.get() for _ in range(self._num_replicas)]
+
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            return sorted(await asyncio.wait_for(all_answers(), timeout_s), key=lambda state: state.replica)
         except asyncio.TimeoutError:
-            return None
+            return []
         finally:
-            self._states.pop(ticket, None)
+            del self._states[ticket]
 
     def fail_all(self, message: str) -> None:
         """End every generation with an `EngineError`."""
@@ -193,6 +202,7 @@ class TokenizerManager:
 
     def _forget(self, rid: str, is_complete: bool = False) -> None:
         del self._routes[rid]
+        self._dispatcher.release(rid)
         if self._observer is not None:
             self._observer.ended(rid, is_complete)
 
