@@ -20,6 +20,7 @@ from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.megamoe.host import MegaMoEHost
 from sglang.srt.autotune.megamoe.staging import stage_profiles
 from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner
 from sglang.srt.autotune.plan import Plan, Step, make_plan
@@ -128,8 +129,9 @@ class _Stage:
             with self._timed("verification"):
                 self._check_coverage(covered, cache, journal)
                 self._judge(tuned, cache)
-            with self._timed("megamoe"):
-                self._stage_megamoe(plan, cache)
+            if self.host.megamoe is not None:
+                with self._timed("megamoe"):
+                    self._stage_megamoe(self.host.megamoe, plan, cache)
         self._agree_on_winners(cache)
         cache.finish(plan, self.step_reports)
         self.report.status = "completed"
@@ -196,6 +198,11 @@ class _Stage:
             logger.info("FlashInfer autotune leaves out the tactics listed in %s", blocklist.path)
 
     def _log_plan(self, plan: Plan) -> None:
+        if not plan.steps:
+            logger.info(
+                "Running FlashInfer autotune: MegaMoE at capacities %s", " ".join(map(str, plan.capacities))
+            )
+            return
         decode = [step.bucket for step in plan.steps if step.phase.value == "decode"]
         prefill = [step.bucket for step in plan.steps if step.phase.value == "prefill"]
         logger.info(
@@ -281,7 +288,7 @@ class _Stage:
         have_records = self.agreement.gather("whether records were loaded", cache.merged_count > 0)
         if not any(have_records.values()):
             return {}
-        found = {step: self._coverage(step, journal) for step in steps}
+        found = {step: self._coverage(step, journal, every_layer=False) for step in steps}
         mine = [coverage is not None and coverage.complete for coverage in found.values()]
         answers = self.agreement.gather("coverage of the steps", mine)
         covered, uncovered_buckets = {}, set()
@@ -295,8 +302,11 @@ class _Stage:
             cache.reload_without(uncovered_buckets, set.intersection(*map(set, given.values())))
         return covered
 
-    def _coverage(self, step: Step, journal: Journal) -> Coverage | None:
-        return self._attempt(step, journal, lambda: coverage_of(self.host, step, self.settings.skip_ops))
+    def _coverage(self, step: Step, journal: Journal, *, every_layer: bool = True) -> Coverage | None:
+        skip_ops = self.settings.skip_ops
+        return self._attempt(
+            step, journal, lambda: coverage_of(self.host, step, skip_ops, every_layer=every_layer)
+        )
 
     # steps -----------------------------------------------------------------------------------------------
 
@@ -425,10 +435,9 @@ class _Stage:
 
     # MegaMoE ---------------------------------------------------------------------------------------------
 
-    def _stage_megamoe(self, plan: Plan, cache: CachePhase) -> None:
+    def _stage_megamoe(self, megamoe: MegaMoEHost, plan: Plan, cache: CachePhase) -> None:
         """Tune and open the profiles of an engine that runs on MegaMoE; a draft model's are left alone."""
-        megamoe = self.host.megamoe
-        if megamoe is None or MEGAMOE_OP in self.settings.skip_ops or self.host.identity.draft:
+        if MEGAMOE_OP in self.settings.skip_ops or self.host.identity.draft:
             return
         report = stage_profiles(
             megamoe.profiles,
@@ -471,7 +480,7 @@ class _Stage:
         if not self.is_first:
             return
         if report.status == "completed":
-            if report.profiles_tuned:
+            if report.profiles_tuned and report.steps:
                 print_table(report)
             if report.fallbacks:
                 first = report.fallback_details[0]

@@ -89,6 +89,8 @@ class ModelRunner:
         # ---- reserve, then KV pool
         autotune_host = ModelRunnerHost(self)
         self.reserved_bytes = self.moe_runner.reserved_bytes() + self._forward_reserve_bytes(autotune_host)
+        if isinstance(self.moe_runner, MegaMoERunner) and not args.disable_flashinfer_autotune:
+            self.reserved_bytes += self.moe_runner.sweep_bytes_beyond(args.mem_fraction_static)
         self.kv_pool = self._create_kv_pool()
         self.max_total_num_tokens = self.kv_pool.num_tokens
         self.allocator = TokenAllocator(self.max_total_num_tokens)

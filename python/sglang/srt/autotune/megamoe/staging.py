@@ -130,6 +130,7 @@ class _Staging:
             self.report.timings |= context.timings
             self._commit_broadcast(known)
         self.profiles.freeze(tuned=True)
+        self._log_winners()
 
     # before anything -------------------------------------------------------------------------------------
 
@@ -223,6 +224,18 @@ class _Staging:
             "default_us": winner.default_us,
             "open_s": round(seconds, 3),
         }
+
+    def _log_winners(self) -> None:
+        if self.agreement.rank != self.agreement.ranks[0]:
+            return
+        lines = []
+        for capacity in self.report.capacities:
+            winner = self.report.winners[str(capacity)]
+            time_us, default_us = winner["time_us"], winner["default_us"]
+            measured = "" if time_us is None else f" {time_us:.1f} us"
+            against = "" if default_us is None else f" (default {default_us:.1f})"
+            lines.append(f"{capacity}: {winner['source']}{measured}{against}")
+        logger.info("MegaMoE workspaces by tokens per rank: %s", "; ".join(lines))
 
     def _inputs(self, num_tokens: int) -> MegaInputs:
         kernel = self.profiles.kernel

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -71,11 +71,17 @@ class MegaMoERunner(MoERunner):
         capacity = envs.SGLANG_FLASHINFER_MEGAMOE_MAX_TOKENS_PER_RANK.get() or shape.max_num_tokens
         return cls(name, shape, kernel, capacity)
 
-    def reserved_bytes(self) -> int:
-        """Memory that a sweep's workers need beyond what --mem-fraction-static leaves free anyway."""
-        if self.kernel.device.type == "cpu" or self.kernel.policy != "sweep":
+    def sweep_bytes_beyond(self, mem_fraction_static: float) -> int:
+        """Memory that a sweep's workers need beyond what --mem-fraction-static leaves free anyway.
+
+        The KV pool is sized without it, so that the workers find it when the stage runs.
+        """
+        kernel = self.kernel
+        if kernel.device.type == "cpu" or not kernel.uses_workers or kernel.policy != "sweep":
             return 0
-        return sweep_reserve_bytes(self.kernel)
+        _, total = torch.cuda.mem_get_info(kernel.device)
+        left_free = int(total * (1 - mem_fraction_static)) - _MARGIN_BYTES
+        return max(0, sweep_reserve_bytes(kernel) - left_free)
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("MegaMoE exchanges tokens itself: the layer calls `exchange_and_run`")
@@ -157,7 +163,7 @@ def create_kernel(
 
     options = MegaMoEOptions(
         envs.SGLANG_FLASHINFER_MEGAMOE_IN_KERNEL_FC2_REDUCE.get(),
-        envs.SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE.get(),
+        cast("Any", envs.SGLANG_FLASHINFER_MEGAMOE_COMBINE_DTYPE.get()),  # the options check it
     )
     capability = torch.cuda.get_device_capability(device)
     kernel_class = flashinfer.kernel_class_for(capability, quantization)
