@@ -259,7 +259,7 @@ def test_a_longer_prefill_than_any_before_does_not_disturb_the_graphs(
     batch = decode_batch(gpu, [(sequence, 66) for sequence in sequences[:3]])
     before = gpu.forward(batch).clone()
     long = Sequence.start(gpu) if gpu.req_to_token_pool.available() else sequences[-1]
-    gpu.forward(extend_batch(gpu, [(long, prompt_ids(1500))]))
+    gpu.forward(extend_batch(gpu, [(long, prompt_ids(min(1500, gpu.limits.prefill_ceiling)))]))
     if long is not sequences[-1]:
         long.end()
     torch.cuda.empty_cache()

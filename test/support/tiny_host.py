@@ -21,7 +21,7 @@ from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.stage import run_stage
 from sglang.srt.layers.moe.base import MoEShape
-from sglang.srt.layers.moe.reference import IMPLEMENTATIONS, ReferenceMoERunner
+from sglang.srt.layers.moe.reference import ReferenceMoE, ReferenceMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
@@ -65,7 +65,7 @@ class TinyHost:
         with torch.inference_mode():
             yield
 
-    def dummy_forward(self, shape: Shape) -> None:
+    def dummy_forward(self, shape: Shape, *, every_layer: bool = True) -> None:
         self.forwards.append(shape)
         self.between(shape)
         self.op_probe(shape.op_tokens).run()
@@ -92,7 +92,7 @@ class TinyProbe:
     def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(min(max_rows, self._hidden.shape[0]))
         inputs = (self._hidden[rows], self._ids[rows], self._weights[rows])
-        return rows, IMPLEMENTATIONS[0][1](*inputs, self._host.w13, self._host.w2)
+        return rows, ReferenceMoE().forward([*inputs, self._host.w13, self._host.w2], tactic=0)
 
 
 def start(

@@ -229,7 +229,7 @@ def test_the_report_is_written_where_it_was_asked_for(tmp_path):
     document = json.loads(path.read_text())
     assert document["schema"] == 1 and document["status"] == "completed"
     assert document["ranks"][0]["profiles_tuned"] == 5
-    assert set(document["timings"]) == {"records", "coverage", "steps", "verification"}
+    assert {"records", "coverage", "steps", "verification"} <= set(document["timings"])
 
 
 def test_a_report_that_cannot_be_written_is_an_error_line_not_a_failure(tmp_path, caplog):

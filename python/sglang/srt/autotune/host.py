@@ -52,9 +52,10 @@ class Host(Protocol):
         """The stream and grad mode in which serving runs its forwards."""
         ...
 
-    def dummy_forward(self, shape: Shape) -> None:
-        """Run one forward of ``shape`` through all layers of this rank, with its collectives.
+    def dummy_forward(self, shape: Shape, *, every_layer: bool = True) -> None:
+        """Run one forward of ``shape`` through the layers of this rank, with its collectives.
 
+        Without ``every_layer`` one layer of each kind is enough: layers of a kind ask for the same tactics.
         Token ids look real and routing keeps every local expert busy. No KV of a request is touched.
         """
         ...

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.cache_phase import CachePhase, blocklist_of
+from sglang.srt.autotune.closing import close
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
@@ -24,7 +25,7 @@ from sglang.srt.autotune.megamoe.host import MegaMoEHost
 from sglang.srt.autotune.megamoe.staging import stage_profiles
 from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner
 from sglang.srt.autotune.plan import Plan, Step, make_plan
-from sglang.srt.autotune.progress import Listener, StageProgress, print_table
+from sglang.srt.autotune.progress import Listener, StageProgress
 from sglang.srt.autotune.records.placement import sm_name
 from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport, describe_engine
 from sglang.srt.autotune.session import Session
@@ -71,7 +72,7 @@ def run_stage(
         agreement.fail(f"{type(error).__name__}: {error}")
         raise
     report.seconds = time.monotonic() - started
-    stage.conclude()
+    close(report, host.topology, agreement, settings.report_path)
     return report
 
 
@@ -460,45 +461,6 @@ class _Stage:
         left = sum(report.source == OVER_BUDGET for report in self.step_reports.values())
         rest = f", {left} steps left to the next start" if left else ""
         return f"{self.report.profiles_tuned} profiles tuned in {len(todo) - left} steps{rest}"
-
-    def conclude(self) -> None:
-        """Gather what each rank did, log the end, write the report file."""
-        report, topology = self.report, self.host.topology
-        mine = {
-            "rank": topology.rank,
-            "tp_rank": topology.tp_rank,
-            "pp_rank": topology.pp_rank,
-            "dp_rank": topology.dp_rank,
-            "status": report.status,
-            "seconds": round(report.seconds, 3),
-            "profiles_tuned": report.profiles_tuned,
-            "fallbacks": report.fallbacks,
-            "disagreements": len(report.disagreements),
-            "cache_path": report.cache_path,
-        }
-        report.ranks = list(self.agreement.gather("report", mine).values())
-        if not self.is_first:
-            return
-        if report.status == "completed":
-            if report.profiles_tuned and report.steps:
-                print_table(report)
-            if report.fallbacks:
-                first = report.fallback_details[0]
-                logger.warning(
-                    "FlashInfer autotune: %d lookups still fall back to the default, the first at step %s: %s %s",
-                    report.fallbacks,
-                    first.step,
-                    first.op,
-                    first.shapes,
-                )
-            logger.info(
-                "FlashInfer autotune completed in %.2f s: %s, %d fallbacks, records at %s",
-                report.seconds,
-                report.reason,
-                report.fallbacks,
-                report.cache_path,
-            )
-        report.save(self.settings.report_path)
 
     def _timed(self, name: str) -> _Stopwatch:
         return _Stopwatch(lambda seconds: self.report.timings.__setitem__(name, round(seconds, 4)))

@@ -39,10 +39,10 @@ class Coverage:
         return not self.fallbacks
 
 
-def coverage_of(host: Host, step: Step, skip_ops: Sequence[str]) -> Coverage:
+def coverage_of(host: Host, step: Step, skip_ops: Sequence[str], *, every_layer: bool = True) -> Coverage:
     """Run the step's forward with tuning off and report every lookup that fell back."""
     with flashinfer_api.observed() as lookups, flashinfer_api.only_defaults(skip_ops):
-        host.dummy_forward(step.shape)
+        host.dummy_forward(step.shape, every_layer=every_layer)
     return Coverage(tuple(lookups.fallbacks), frozenset(lookups.skipped_ops))
 
 

@@ -44,14 +44,14 @@ class ModelRunnerHost:
         self.megamoe = mega.host() if isinstance(mega, MegaMoERunner) else None
         tp = runner.parallel.tp
         self.timing_group = tp.cpu_group if tp.size > 1 and self.device.type == "cuda" else None
-        self._generator = torch.Generator().manual_seed(_SEED)
+        self._generator = torch.Generator(self.device).manual_seed(_SEED)
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
         with torch.inference_mode():
             yield
 
-    def dummy_forward(self, shape: Shape) -> None:
+    def dummy_forward(self, shape: Shape, *, every_layer: bool = True) -> None:
         """One forward of random tokens whose routing visits the experts in turn.
 
         Pipeline stages run theirs apart from each other, each after the first from random hidden states: tuning
@@ -62,9 +62,12 @@ class ModelRunnerHost:
         is_decode = shape.phase is Phase.DECODE and shape.tokens_per_sequence == 1
         mode = ForwardMode.DECODE if is_decode else ForwardMode.EXTEND
         num_tokens = sum(lengths)
-        ids = torch.randint(0, runner.model_config.vocab_size, (num_tokens,), generator=self._generator)
-        batch = ForwardBatch.dummy(mode if lengths else ForwardMode.IDLE, lengths, ids.to(self.device))
+        ids = torch.randint(
+            runner.model_config.vocab_size, (num_tokens,), generator=self._generator, device=self.device
+        )
+        batch = ForwardBatch.dummy(mode if lengths else ForwardMode.IDLE, lengths, ids)
         batch.balanced_routing = True
+        batch.num_layers = None if every_layer else runner.model.num_distinct_layers()
         if parallel.attn_dp.size > 1:
             batch.global_num_tokens = list(shape.tokens_of_rank)
         hidden = None
@@ -95,8 +98,8 @@ class ModelRunnerHost:
         return 2 * size * (attention + experts + 4 * local * config.hidden_size)
 
     def _random(self, num_tokens: int, width: int) -> torch.Tensor:
-        values = torch.randn((num_tokens, width), generator=self._generator)
-        return values.to(self.device, self.probe_dtype)
+        values = torch.randn((num_tokens, width), generator=self._generator, device=self.device)
+        return values.to(self.probe_dtype)
 
 
 class MoEProbe:

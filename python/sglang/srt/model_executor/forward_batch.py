@@ -47,6 +47,7 @@ class ForwardBatch:
     global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
     attn_backend: AttentionBackend | None = None  # set by the model runner
     balanced_routing: bool = False  # experts in turn, whatever the router says, so that tuning finds all busy
+    num_layers: int | None = None  # run this many leading layers only; None runs all
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -104,12 +105,19 @@ class DecoderLM(CausalLM):
             "a later pipeline stage starts from the hidden states of the one before"
         )
         residual: torch.Tensor | None = None
-        for layer in self.layers.values():
+        for layer in islice(self.layers.values(), batch.num_layers):
             hidden_states, residual = layer(hidden_states, residual, self.rotary, batch)
         if self.norm is None:
             # One tensor to send; the next stage starts from it as its residual, with the same sums.
             return hidden_states if residual is None else hidden_states + residual
         return self.norm.add_and_norm(hidden_states, residual)[0]
+
+    def num_distinct_layers(self) -> int:
+        first_of_kind: dict[tuple[type, int | None], int] = {}
+        for number, layer in enumerate(self.layers.values()):
+            sliding_window = getattr(getattr(layer.self_attn, "layer", None), "sliding_window", None)
+            first_of_kind.setdefault((type(layer.mlp), sliding_window), number)
+        return max(first_of_kind.values()) + 1
 
     def weight_slots(self) -> NamedSlots:
         for name, module in self._checkpoint_modules():

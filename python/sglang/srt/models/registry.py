@@ -39,6 +39,10 @@ class CausalLM(nn.Module, ABC):
         """
 
     @abstractmethod
+    def num_distinct_layers(self) -> int:
+        """How many of this stage's leading layers show every kind of layer that it has."""
+
+    @abstractmethod
     def weight_slots(self) -> NamedSlots:
         """The checkpoint tensors that fill this rank's parameters."""
 

@@ -87,7 +87,7 @@ class OneLayerHost:
         with torch.inference_mode():
             yield
 
-    def dummy_forward(self, shape: Shape) -> None:
+    def dummy_forward(self, shape: Shape, *, every_layer: bool = True) -> None:
         self.op_probe(shape.op_tokens).run()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
