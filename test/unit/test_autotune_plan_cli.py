@@ -15,7 +15,7 @@ from sglang.cli.autotune import main
 from sglang.cli.autotune.preview import SERVED_ARCHITECTURES, rank_places
 from sglang.srt.autotune.gpus import gpu_named
 from sglang.srt.autotune.identity import EngineIdentity
-from sglang.srt.autotune.ops import TUNABLE_OPS
+from sglang.srt.autotune.ops import MEGAMOE_OP, TUNABLE_OPS
 from sglang.srt.autotune.records.cache_key import CachePath, RankPlace
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
@@ -90,9 +90,12 @@ def test_prefill_left_out_by_the_variable_is_said(capsys, monkeypatch):
 
 
 def test_models_that_cannot_be_served_are_planned_and_marked(capsys):
-    for model, word in (("kimi_k3", "cannot be served"), ("gpt_oss_120b", "cannot be served")):
-        assert word in plan_text(capsys, "--model-path", str(MODELS / model), "--gpu", "B200")
-    assert "nvfp4 cannot be loaded" in plan_text(capsys, "--model-path", str(NVFP4), "--gpu", "H200")
+    assert "cannot be served" in plan_text(capsys, *KIMI_PP8, "--gpu", "B200")
+    assert "stored as nvfp4 cannot be loaded" in plan_text(
+        capsys, "--model-path", str(NVFP4), "--gpu", "H200"
+    )
+    assert "note" not in plan_text(capsys, "--model-path", str(MODELS / "gpt_oss_120b"), "--gpu", "H200")
+    assert "note" not in plan_text(capsys, *QWEN3, "--gpu", "H200")
 
 
 @pytest.mark.parametrize(
@@ -143,6 +146,19 @@ def test_records_of_this_machine_are_found_and_their_steps_counted(capsys):
     assert "decode 8" not in document["todo"] and "decode 4" in document["todo"]
     text = plan_text(capsys, *QWEN3, "--device", "cpu")
     assert "rank_tp0_pp0_dp0.json  1 records, 1 of 16 steps covered" in text
+
+
+def test_with_megamoe_capacities_take_the_place_of_steps(capsys):
+    flags = [*QWEN3, "--device", "cpu", "--moe-runner-backend", "reference_megamoe"]
+    stamp = {field: "unknown" for field in ENVIRONMENT_FIELDS} | installed_stamp(None)
+    _, store = store_of(flags, stamp, None)
+    store.commit(namespaces={MEGAMOE_OP: {"reference_megamoe|hidden=2048|max_tokens=16": {"entry": {}}}})
+    document = plan_json(capsys, *flags)
+    assert document["plan"]["steps"] == [] and document["records"]["ranks"][0]["capacities"] == [16]
+    assert document["capacities_todo"] == [1, 2, 4, 8, 32, 64, 2048]
+    text = plan_text(capsys, *flags)
+    assert "no steps: MegaMoE is tuned by capacity" in text and "1 of 8 MegaMoE capacities" in text
+    assert plan_json(capsys, *QWEN3)["capacities_todo"] is None
 
 
 def test_without_reuse_no_record_is_counted_and_everything_is_to_do(capsys, monkeypatch):
@@ -224,12 +240,18 @@ def test_models_without_a_seed_are_told_so(capsys):
 
 
 def test_op_names_are_those_of_the_runners():
+    from sglang.srt.autotune.megamoe.records import NAMESPACE
+    from sglang.srt.layers.moe.flashinfer_cutlass import FlashInferCutlassMoERunner
     from sglang.srt.layers.moe.reference import ReferenceMoERunner
+    from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
 
     assert TUNABLE_OPS["reference"] == ReferenceMoERunner.op_names
+    assert TUNABLE_OPS["flashinfer_cutlass"] == FlashInferCutlassMoERunner.op_names
+    assert TUNABLE_OPS["torch_grouped"] == TorchGroupedMoERunner.op_names
+    assert NAMESPACE == MEGAMOE_OP  # where the plan looks for the winners of capacities
 
 
 def test_served_architectures_are_those_of_the_registry():
     from sglang.srt.models import registry
 
-    assert SERVED_ARCHITECTURES == tuple(registry._MODELS)
+    assert set(SERVED_ARCHITECTURES) == set(registry._MODELS)

@@ -8,6 +8,8 @@ from typing import Any
 GPU_STEP_S = 0.55
 #: One core of a server CPU, the built-in model: its largest steps (2048 tokens) take most of it.
 CPU_STEP_S = 0.35
+#: The reference MegaMoE kernel, one core, the built-in model.
+CPU_CAPACITY_S = 0.3
 #: One H200, FP8: workers that compile the 38 candidates of every capacity, and the compilation of each winner.
 MEGAMOE_START_S, MEGAMOE_CAPACITY_S, MEGAMOE_WARM_CAPACITY_S = 14.0, 12.0, 2.5
 #: Loading records and the check that they cover every step.
@@ -17,32 +19,40 @@ WARM_S = 1.0
 def estimate(
     *,
     num_steps: int,
-    num_capacities: int,
     seconds_per_step: float | None,
+    num_capacities: int,
+    num_untuned_capacities: int,
     device: str,
     gpu: str | None,
     will_run: bool,
 ) -> dict[str, Any]:
     """``seconds`` and, in words, what the number stands on.
 
-    ``num_steps`` counts the steps that will be tuned, ``num_capacities`` the MegaMoE capacities (0 without
-    MegaMoE); ``seconds_per_step`` is what an earlier start took here.
+    ``num_steps`` counts the steps that will be tuned, at ``seconds_per_step`` if an earlier start took that here;
+    ``num_capacities`` the MegaMoE capacities (0 without MegaMoE), of which some will be tuned.
     """
     if not will_run:
         return {"seconds": 0.0, "basis": "the stage is skipped"}
     seconds, words = WARM_S, []
-    if num_steps == 0:
-        words.append("every step is covered by records; they are loaded and checked")
-        seconds += MEGAMOE_WARM_CAPACITY_S * num_capacities
-    else:
+    if num_steps:
         pace = seconds_per_step or (CPU_STEP_S if device == "cpu" else GPU_STEP_S)
         seconds += pace * num_steps
         words.append(f"{num_steps} steps at {pace:.2g} s, {_source(seconds_per_step, device, gpu)}")
-        if num_capacities:
-            seconds += MEGAMOE_START_S + MEGAMOE_CAPACITY_S * num_capacities
-    if num_capacities:
-        words.append(f"{num_capacities} MegaMoE capacities, as measured on one H200")
-    return {"seconds": round(seconds, 1), "basis": "; ".join(words)}
+    if num_capacities and device == "cpu":
+        seconds += CPU_CAPACITY_S * num_untuned_capacities
+        words.append(f"{num_untuned_capacities} MegaMoE capacities of the reference kernel")
+        num_capacities = num_untuned_capacities = 0
+    if num_untuned_capacities:
+        seconds += MEGAMOE_START_S + MEGAMOE_CAPACITY_S * num_untuned_capacities
+        words.append(
+            f"{num_untuned_capacities} MegaMoE capacities at {MEGAMOE_CAPACITY_S:g} s, as measured on an H200"
+        )
+    if num_capacities > num_untuned_capacities:
+        warm = num_capacities - num_untuned_capacities
+        seconds += MEGAMOE_WARM_CAPACITY_S * warm
+        words.append(f"{warm} MegaMoE capacities to compile from records")
+    basis = "; ".join(words) or "every step is covered by records; they are loaded and checked"
+    return {"seconds": round(seconds, 1), "basis": basis}
 
 
 def _source(seconds_per_step: float | None, device: str, gpu: str | None) -> str:

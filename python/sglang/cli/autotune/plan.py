@@ -77,8 +77,9 @@ def with_estimate(preview: Preview) -> Preview:
     """The same with the time that tuning will take."""
     value = estimate(
         num_steps=len(preview.todo),
-        num_capacities=len(preview.plan.capacities) if preview.uses_megamoe else 0,
         seconds_per_step=preview.records.seconds_per_step,
+        num_capacities=0 if preview.capacities_todo is None else len(preview.plan.capacities),
+        num_untuned_capacities=len(preview.capacities_todo or ()),
         device=preview.device["type"],
         gpu=preview.device["gpu"],
         will_run=preview.decision.run,
@@ -138,17 +139,25 @@ def _limit_lines(limits: Limits) -> Iterator[str]:
 def _step_lines(preview: Preview) -> Iterator[str]:
     plan = preview.plan
     conditional = "" if preview.decision.run else "; what would be tuned"
-    yield f"{len(plan.steps)} steps, in this order (tokens at the op{conditional})"
-    for phase in ("decode", "prefill"):
-        sizes = [str(step.bucket) for step in plan.steps if step.phase.value == phase]
-        yield from _wrapped(f"  {phase:<20}", " ".join(sizes) or "none: SGLANG_FLASHINFER_AUTOTUNE_EXTEND=0")
+    if plan.steps:
+        yield f"{len(plan.steps)} steps, in this order (tokens at the op{conditional})"
+        for phase in ("decode", "prefill"):
+            sizes = [str(step.bucket) for step in plan.steps if step.phase.value == phase]
+            none = "none: SGLANG_FLASHINFER_AUTOTUNE_EXTEND=0"
+            yield from _wrapped(f"  {phase:<20}", " ".join(sizes) or none)
+    else:
+        yield f"no steps: MegaMoE is tuned by capacity{conditional}"
     capacities = " ".join(map(str, plan.capacities))
-    unused = "" if preview.uses_megamoe else "  (opened only by --moe-runner-backend flashinfer_megamoe)"
-    yield from _wrapped(f"  {'MegaMoE capacities':<20}", f" {capacities}{unused}")
+    unused = (
+        ""
+        if preview.capacities_todo is not None
+        else "  (opened with --moe-a2a-backend flashinfer_megamoe only)"
+    )
+    yield from _wrapped(f"  {'MegaMoE capacities':<20}", f"{capacities}{unused}")
 
 
 def _record_lines(preview: Preview) -> Iterator[str]:
-    records, num_steps = preview.records, len(preview.plan.steps)
+    records = preview.records
     yield "records"
     if not records.reuse:
         yield "  none are loaded (SGLANG_FLASHINFER_AUTOTUNE_CACHE=0); what is tuned goes to a file under runs/"
@@ -164,19 +173,19 @@ def _record_lines(preview: Preview) -> Iterator[str]:
     else:
         yield f"  {records.directory}/"
         for rank in records.ranks:
-            yield from _rank_lines(rank, num_steps)
+            yield from _rank_lines(rank, preview)
     for given in records.given:
         yield f"  --flashinfer-autotune-records {given.path}: {given.num_records} records"
         yield from (f"    not used: {problem}" for problem in given.problems)
 
 
-def _rank_lines(rank: RankRecords, num_steps: int) -> Iterator[str]:
-    if not rank.exists:
-        yield f"  {rank.place}.json  not there yet; {len(rank.covered)} of {num_steps} steps covered"
-    else:
-        yield (
-            f"  {rank.place}.json  {rank.num_records} records, {len(rank.covered)} of {num_steps} steps covered"
-        )
+def _rank_lines(rank: RankRecords, preview: Preview) -> Iterator[str]:
+    parts = [f"{rank.num_records} records"] if rank.exists else ["not there yet"]
+    if preview.plan.steps:
+        parts.append(f"{len(rank.covered)} of {len(preview.plan.steps)} steps covered")
+    if preview.capacities_todo is not None:
+        parts.append(f"{len(rank.capacities)} of {len(preview.plan.capacities)} MegaMoE capacities")
+    yield f"  {rank.place}.json  {', '.join(parts)}"
     yield from (f"    not used: {problem}" for problem in rank.problems)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.gpus import GpuModel
-from sglang.srt.autotune.ops import asks_the_tuner, tunable_ops
+from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner, tunable_ops
 from sglang.srt.autotune.plan import Plan, make_plan
 from sglang.srt.autotune.records.cache_key import CachePath, RankPlace
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
@@ -34,18 +35,22 @@ SCHEMA = 1
 _NOT_KNOWN = "current not known"
 
 #: Architectures of `models.registry`, which cannot be imported without torch; a test compares the two.
-SERVED_ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+SERVED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
+
+_MEGAMOE_CAPACITY = re.compile(r"\|max_tokens=(\d+)")
 
 
 @dataclass(frozen=True)
 class RankRecords:
-    """The record file of one rank. ``covered`` names the steps that its records and the seeds answer."""
+    """The record file of one rank. ``covered`` names the steps that its records and the seeds answer, and
+    ``capacities`` those of MegaMoE for which the file has a winner."""
 
     place: str
     path: str
     exists: bool = False
     num_records: int = 0
     covered: tuple[str, ...] = ()
+    capacities: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -75,7 +80,8 @@ class Preview:
     records: RecordsHere
     seeds: list[dict[str, Any]]
     todo: tuple[str, ...]
-    uses_megamoe: bool
+    #: MegaMoE capacities that will be tuned; None without MegaMoE.
+    capacities_todo: tuple[int, ...] | None
     estimate: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -91,6 +97,7 @@ class Preview:
             "records": asdict(self.records),
             "seeds": self.seeds,
             "todo": list(self.todo),
+            "capacities_todo": None if self.capacities_todo is None else list(self.capacities_todo),
             "estimate": self.estimate,
             "notes": list(self.notes),
         }
@@ -138,13 +145,23 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
         covered = covered_steps(plan, merge_sources(seeds.chosen, user, given)) if settings.use_cache else ()
         name = Path(user.path or (directory or expected.directory.with_name("?")) / place.file_name())
         ranks.append(
-            RankRecords(name.stem, str(name), user.exists, len(user.records), covered, tuple(user.problems))
+            RankRecords(
+                name.stem,
+                str(name),
+                user.exists,
+                len(user.records),
+                covered,
+                megamoe_capacities(plan, user),
+                tuple(user.problems),
+            )
         )
     todo = tuple(
         step.name
         for step in plan.steps
         if decision.run and not all(step.name in rank.covered for rank in ranks)
     )
+    # Rank 0's records are given to all.
+    capacities_todo = tuple(c for c in plan.capacities if decision.run and c not in ranks[0].capacities)
     records = RecordsHere(
         parent=str(expected.directory.parent),
         directory=None if directory is None else str(directory),
@@ -179,8 +196,8 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
         records=records,
         seeds=_seed_rows(catalogue, seeds, ops),
         todo=todo,
-        uses_megamoe=backend == "flashinfer_megamoe",
-        notes=tuple(_notes(config, device)),
+        capacities_todo=capacities_todo if MEGAMOE_OP in ops else None,
+        notes=tuple(_notes(config)),
     )
 
 
@@ -239,6 +256,13 @@ def covered_steps(plan: Plan, records: RecordSet) -> tuple[str, ...]:
     return tuple(covered)
 
 
+def megamoe_capacities(plan: Plan, records: RecordSet) -> tuple[int, ...]:
+    """The plan's capacities for which there is a MegaMoE winner. The start itself checks what it says."""
+    keys = records.namespaces.get(MEGAMOE_OP, {})
+    stored = {int(match[1]) for key in keys if (match := _MEGAMOE_CAPACITY.search(key))}
+    return tuple(capacity for capacity in plan.capacities if capacity in stored)
+
+
 def _seed_rows(catalogue: SeedCatalogue, seeds: SeedSelection, ops: tuple[str, ...]) -> list[dict[str, Any]]:
     """Each seed for this model: whether it is used (None: not to be told here), why not, and what it holds."""
     reasons_of = {seed.name: () for seed in seeds.chosen} | dict(seeds.refused)
@@ -274,16 +298,14 @@ def _measured_pace(directory: Path | None) -> float | None:
     return sum(seconds) / len(seconds) if seconds else None
 
 
-def _notes(config: ModelConfig, device: str) -> list[str]:
-    notes = []
+def _notes(config: ModelConfig) -> list[str]:
+    """Why a start with these flags would end before the stage, where that can be told from the model alone."""
+    rest = "the plan shows what its geometry and these limits would give"
     if config.architecture not in SERVED_ARCHITECTURES:
-        notes.append(
-            f"{config.architecture} cannot be served by this version ({', '.join(SERVED_ARCHITECTURES)} can): "
-            "the plan shows what its geometry and these limits would give"
-        )
-    elif config.quantization is not None:
-        notes.append(
-            f"weights quantised as {config.quantization} cannot be loaded by this version: the plan shows what "
-            "the geometry and these limits would give"
-        )
-    return notes
+        can = ", ".join(SERVED_ARCHITECTURES)
+        return [f"{config.architecture} cannot be served by this version ({can} can): {rest}"]
+    stored = config.quantization_config is not None and config.quantization
+    loadable = config.architecture == "GptOssForCausalLM" and stored == "mxfp4"
+    if stored and not loadable:
+        return [f"weights stored as {stored} cannot be loaded by this version: {rest}"]
+    return []
