@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+SEED_FILE = "bench.json"
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ def measure_engine(args: ServerArgs, load: EngineLoad, folder: Path) -> dict[str
 
     warm = restart_stage(runner, args, folder / "records")
     starts["warm"] = _start_row(warm, start_s, warm.seconds)
-    seeded = restart_stage(runner, args, folder / "seeded", _export_seed(cold, folder))
+    seeds = _export_seed(cold, folder)
+    seeded = restart_stage(runner, args, folder / "seeded", seeds)
     starts["seeded"] = _start_row(seeded, start_s, seeded.seconds)
 
     grouped = create_moe_runner("torch_grouped", runner.moe_runner.shape, device=runner.device)
@@ -86,6 +90,7 @@ def measure_engine(args: ServerArgs, load: EngineLoad, folder: Path) -> dict[str
         "capture_s": capture_s,
         "starts": starts,
         "cold_report": cold.to_json(),
+        "seed": json.loads((seeds / SEED_FILE).read_text()),
         "rows": rows,
     }
 
@@ -218,7 +223,7 @@ def _export_seed(report: StageReport, folder: Path) -> Path:
     seeds = folder / "seeds"
     seeds.mkdir(parents=True, exist_ok=True)
     assert report.cache_path is not None, "a completed stage names its file"
-    code = export_seed.main([report.cache_path, "-o", str(seeds / "bench.json"), "--force"])
+    code = export_seed.main([report.cache_path, "-o", str(seeds / SEED_FILE), "--force"])
     if code:
         raise RuntimeError(f"export-seed ended with {code}")
     return seeds
