@@ -18,14 +18,18 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.autotune.metrics import register as register_autotune_metrics
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.entrypoints.app import Services, build_app
 from sglang.srt.entrypoints.engine_status import EngineStatus
+from sglang.srt.entrypoints.follower import Follower
 from sglang.srt.entrypoints.metrics import ServingMetrics
 from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress, WorkerMessage
 from sglang.srt.managers.ipc import Endpoints, private_endpoints
+from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch
 from sglang.srt.managers.launcher import WorkerGroup
 from sglang.srt.managers.tokenizer import TextTokenizer
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.worker_ends import WorkerEnds
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import bind_http_socket
 
@@ -36,9 +40,6 @@ FINISH_GRACE_S = 2.0
 
 WORKER_GRACE_S = 3.0
 """How long workers may take to leave before they are killed."""
-
-SIGNAL_LAG_S = 1.0
-"""How much later than a worker this process may notice a signal that was sent to both."""
 
 
 def launch_server(server_args: ServerArgs) -> int:
@@ -52,11 +53,16 @@ def launch_server(server_args: ServerArgs) -> int:
         context_length=server_args.context_length,
         quantization=server_args.quantization,
     )
+    check_parallel_sizes(server_args, model_config)
+    plan = plan_launch(server_args)
+    if not plan.serves_http:
+        with private_endpoints() as endpoints:
+            return asyncio.run(Follower(server_args, plan, endpoints).run())
     with bind_http_socket(server_args.host, server_args.port) as listener:
         # From here on the port is taken: until somebody listens, a second server could bind it as well.
         listener.listen(2048)
         with private_endpoints() as endpoints:
-            return asyncio.run(_Server(server_args, model_config, endpoints).run(listener))
+            return asyncio.run(_Server(server_args, model_config, plan, endpoints).run(listener))
 
 
 class _Uvicorn(uvicorn.Server):
@@ -70,12 +76,17 @@ class _Uvicorn(uvicorn.Server):
 class _Server:
     """One run of the server; made outside of the event loop, used inside one."""
 
-    def __init__(self, server_args: ServerArgs, model_config: ModelConfig, endpoints: Endpoints) -> None:
+    def __init__(
+        self, server_args: ServerArgs, model_config: ModelConfig, plan: LaunchPlan, endpoints: Endpoints
+    ) -> None:
         self._args = server_args
         self._model_config = model_config
+        self._plan = plan
         self._endpoints = endpoints
         self._workers = WorkerGroup()
-        self._status = EngineStatus(server_args.world_size // server_args.nnodes)
+        self._ends = WorkerEnds()
+        # Those of other machines are ready when these are: all wait for each other first.
+        self._status = EngineStatus(len(plan.ranks))
 
     async def run(self, listener: socket.socket) -> int:
         """Start, serve, stop; gives the exit code."""
@@ -93,7 +104,7 @@ class _Server:
         try:
             while not http.started:
                 await asyncio.sleep(0.01)
-            self._workers.start(self._args, self._endpoints)
+            self._workers.start(self._args, self._endpoints, plan=self._plan)
             self._workers.on_exit(loop.add_reader, self._on_worker_exit)
             tasks += [
                 asyncio.ensure_future(self._manager.run()),
@@ -149,8 +160,9 @@ class _Server:
                 self._status.on_worker_ready(message)
                 self._manager.limit_total_tokens(message.info["max_total_num_tokens"])
                 self._greet()
-            case Fatal(rank=rank):
-                self._fail(f"the worker of rank {rank} failed: its reason is above")
+            case Fatal():
+                self._ends.add_last_words(message)
+                self._judge_soon()
 
     def _greet(self) -> None:
         if self._status.is_ready:
@@ -174,10 +186,13 @@ class _Server:
         process = self._workers.processes[rank]
         loop.remove_reader(process.sentinel)
         process.join()
-        # A signal to the whole group reaches the workers too, and they may be quicker; and a worker that fails sends
-        # its last words first.
-        message = f"the worker of rank {rank} ended with {_exit_words(process.exitcode)}"
-        loop.call_later(SIGNAL_LAG_S if process.exitcode == -signal.SIGTERM else 0.1, self._fail, message)
+        self._ends.add_exit(rank, process.exitcode)
+        self._judge_soon()
+
+    def _judge_soon(self) -> None:
+        """Stop the server for a worker's end, once it is known whose."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._ends.wait_s(), lambda: self._fail(self._ends.words()))
 
     def _fail(self, message: str) -> None:
         if not self._end.done():
@@ -204,9 +219,3 @@ class _Server:
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """Whether an access is logged: health checks come every second from everywhere."""
     return " /health " not in record.getMessage()
-
-
-def _exit_words(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
-        return f"signal {signal.Signals(-exit_code).name}"
-    return f"exit code {exit_code}"

@@ -1,4 +1,4 @@
-"""Starts one worker process per rank of this machine, watches them, and ends them all."""
+"""Starts one worker process per rank of this launch, watches them, and ends them all."""
 
 from __future__ import annotations
 
@@ -14,36 +14,41 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from sglang.srt.managers.ipc import Endpoints
+from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch
 from sglang.srt.managers.process_life import begin_worker_life
-from sglang.srt.managers.worker_environment import prepare_environment
+from sglang.srt.managers.worker_environment import prepare_environment, share_cores
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import free_port
 
 logger = logging.getLogger(__name__)
 
 
 class WorkerGroup:
-    """The worker processes of this machine; `processes` maps ranks to them."""
+    """The worker processes of this launch; `processes` maps ranks to them."""
 
     def __init__(self) -> None:
         self.processes: dict[int, BaseProcess] = {}
 
     def start(
-        self, server_args: ServerArgs, endpoints: Any, target: Callable[..., None] | None = None
+        self,
+        server_args: ServerArgs,
+        endpoints: Any,
+        target: Callable[..., None] | None = None,
+        plan: LaunchPlan | None = None,
     ) -> None:
-        """Spawn the workers. To be called on the main thread: a worker dies with the thread that started it.
+        """Spawn the workers of `plan`. To be called on the main thread: a worker dies with the thread that started it.
 
         `target` is what a worker runs, by default a rank of the server; `endpoints` is handed to it.
         """
         spawn = multiprocessing.get_context("spawn")
-        init_method = f"tcp://{server_args.dist_init_addr or f'127.0.0.1:{free_port()}'}"
-        ranks_per_node = server_args.world_size // server_args.nnodes
-        first_rank = server_args.node_rank * ranks_per_node
-        for local_rank in range(ranks_per_node):
-            rank = first_rank + local_rank
+        plan = plan or plan_launch(server_args)
+        for gpu_id, rank in enumerate(plan.ranks, plan.first_gpu):
             process = spawn.Process(
-                target=target or _run_worker,
-                args=(server_args, rank, local_rank, init_method, endpoints, os.getpid()),
+                target=_enter,
+                args=(
+                    plan.ranks_on_machine,
+                    target or _run_worker,
+                    (server_args, rank, gpu_id, plan.init_method, endpoints, os.getpid()),
+                ),
                 name=f"sglang-rank{rank}",
             )
             process.start()
@@ -77,6 +82,11 @@ class WorkerGroup:
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
+
+
+def _enter(ranks_on_machine: int, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    share_cores(ranks_on_machine)  # before torch is imported, which reads it once
+    target(*args)
 
 
 def _run_worker(

@@ -86,7 +86,7 @@ class RankSync:
         if not self._world.is_first:
             words = torch.empty(num_bytes, dtype=torch.uint8)
         self._world.broadcast(words)
-        return self._messages_decoder.decode(words.numpy())
+        return self._messages_decoder.decode(words.numpy().tobytes())
 
     def _pass_on(self, words: torch.Tensor, lengths: list[int]) -> None:
         """Bring the words of the other replicas' leaders to the first rank, which sends them to the main process."""

@@ -146,7 +146,8 @@ class TokenizerManager:
     async def internal_states(self, timeout_s: float) -> list[InternalState]:
         """The counts of each attention-DP replica's scheduler now; none when they do not answer within `timeout_s`."""
         ticket = next(self._numbers)
-        self._states[ticket] = answers = asyncio.Queue()
+        answers: asyncio.Queue[InternalState] = asyncio.Queue()
+        self._states[ticket] = answers
         self._send(GetInternalState(ticket))
 
         async def all_answers() -> list[InternalState]:

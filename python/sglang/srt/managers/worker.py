@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.autotune.agreement import AgreementError
+from sglang.srt.autotune.stage import is_peer_failure
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.executor import ModelExecutor
@@ -49,9 +51,11 @@ def run_worker(server_args: ServerArgs, place: WorkerPlace, endpoints: Endpoints
         _serve(server_args, place, channel)
         exit_code = 0
     except Exception as error:
-        text = _last_words(error)
-        logger.error("worker of rank %d failed:%s%s", place.rank, "\n" if "\n" in text else " ", text)
-        channel.send(Fatal(place.rank, text))
+        lost_peer = _lost_peer(error)
+        text = _last_words(error, lost_peer)
+        verb = "lost another rank" if lost_peer else "failed"
+        logger.error("worker of rank %d %s:%s%s", place.rank, verb, "\n" if "\n" in text else " ", text)
+        channel.send(Fatal(place.rank, text, lost_peer))
         exit_code = 1
     channel.close()
     sys.stderr.flush()
@@ -59,12 +63,21 @@ def run_worker(server_args: ServerArgs, place: WorkerPlace, endpoints: Endpoints
     os._exit(exit_code)
 
 
-def _last_words(error: Exception) -> str:
-    """One line for a mistake of the user's that this tree found, else the traceback."""
+def _last_words(error: Exception, lost_peer: bool) -> str:
+    """One line for a mistake of the user's that this tree found and for a rank that is gone, else the traceback."""
     raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-    if isinstance(error, ValueError) and Path(raised_in).is_relative_to(_PACKAGE):
+    if lost_peer or (isinstance(error, ValueError) and Path(raised_in).is_relative_to(_PACKAGE)):
         return " ".join(str(error).split())
     return traceback.format_exc()
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    """Whether `error` is that of another rank, which ended or does not answer."""
+    while error is not None:
+        if isinstance(error, AgreementError) or (isinstance(error, Exception) and is_peer_failure(error)):
+            return True
+        error = error.__cause__
+    return False
 
 
 def rank_label(server_args: ServerArgs, rank: int) -> str:

@@ -24,6 +24,18 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
         environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
 
 
+def share_cores(num_ranks: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Give this worker its share of the cores that this machine's `num_ranks` ranks run on."""
+    # More threads than cores are slower by far: ranks wait for each other in every layer.
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // num_ranks)))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _has_prebuilt_norm() -> bool:
     """Whether FlashInfer's norm module lies compiled beside FlashInfer or in its flashinfer-jit-cache wheel."""
     if importlib.util.find_spec("flashinfer_jit_cache") is not None:
