@@ -13,6 +13,7 @@ import pytest
 
 from sglang.cli.autotune import main
 from sglang.cli.autotune.preview import SERVED_ARCHITECTURES, rank_places
+from sglang.srt.autotune import gpus
 from sglang.srt.autotune.gpus import gpu_named
 from sglang.srt.autotune.identity import EngineIdentity
 from sglang.srt.autotune.ops import MEGAMOE_OP, TUNABLE_OPS
@@ -118,6 +119,22 @@ def test_gpu_models_are_known_by_short_and_by_driver_names():
     assert gpu_named("NVIDIA GB200").capability == (10, 0)
     assert gpu_named("NVIDIA H100 PCIe").device_name == "NVIDIA H100 PCIe"
     assert gpu_named("b300").memory_gib > gpu_named("B200").memory_gib
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"), [("NVIDIA GB200", "NVIDIA GB200"), ("NVIDIA H100 PCIe", "NVIDIA H100 PCIe")]
+)
+def test_without_gpu_flag_the_gpu_that_the_driver_shows_is_planned_for(
+    capsys, monkeypatch, tmp_path, model, expected
+):
+    # Where the driver's files would stand on a machine with a GPU.
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 42\n")
+    monkeypatch.setattr(gpus, "_DRIVER_FILES", str(tmp_path))
+    assert plan_json(capsys, *QWEN3)["device"]["gpu"] == expected
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: NVIDIA X9000\n")
+    assert main(["plan", *QWEN3]) == 2
+    assert "NVIDIA X9000, is not known here" in capsys.readouterr().err
 
 
 # Records

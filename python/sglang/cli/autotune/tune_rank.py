@@ -46,7 +46,7 @@ def _tune(server_args: ServerArgs, rank: int, gpu_id: int, init_method: str) -> 
     import torch
 
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.managers.worker import rank_label, read_model_config
+    from sglang.srt.managers.worker import rank_label, read_model_config, take_gpu
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.utils.device import resolved_device
     from sglang.srt.utils.logs import setup_logging
@@ -55,7 +55,7 @@ def _tune(server_args: ServerArgs, rank: int, gpu_id: int, init_method: str) -> 
     device_name = resolved_device(server_args.device)
     device = torch.device(device_name, gpu_id) if device_name == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        take_gpu(device)
     config = read_model_config(server_args, device_name)
     parallel = parallel_state.initialize(server_args, rank, init_method, device)
     runner = ModelRunner(server_args, config, parallel, gpu_id)

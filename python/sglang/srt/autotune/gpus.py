@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,13 +81,37 @@ def gpu_named(name: str) -> GpuModel:
 
 
 def gpu_here() -> GpuModel | None:
-    """The first GPU that the driver shows, found without CUDA; None when there is none or its model is not known."""
+    """The first GPU that the driver shows, found without CUDA; None when it shows none.
+
+    Raises:
+        ValueError: its model is not known here; it names ``--gpu``.
+    """
+    name = _driver_name()
+    if name is None:
+        return None
+    gpu = _by_device_name(name)
+    if gpu is None:
+        raise ValueError(
+            f"the GPU of this machine, {name}, is not known here: name the nearest model with --gpu"
+        )
+    return gpu
+
+
+def _driver_name() -> str | None:
     for information in sorted(Path(_DRIVER_FILES).glob("*/information")):
         for line in information.read_text(errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() == "Model":
-                return _by_device_name(value.strip())
-    return None
+            if key.strip() == "Model" and value.strip():
+                return value.strip()
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    # Some containers hide the driver's files.
+    query = [tool, "--query-gpu=name", "--format=csv,noheader", "--id=0"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None if answer.returncode == 0 else None
 
 
 def _by_device_name(device_name: str) -> GpuModel | None:

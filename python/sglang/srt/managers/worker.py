@@ -93,7 +93,7 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
     device_name = resolved_device(server_args.device)
     device = torch.device(device_name, place.gpu_id) if device_name == "cuda" else torch.device("cpu")
     if device.type == "cuda":
-        _take_gpu(device)
+        take_gpu(device)
     progress("joining process groups")
     model_config = read_model_config(server_args, device_name)
     parallel = parallel_state.initialize(server_args, place.rank, place.init_method, device)
@@ -127,7 +127,7 @@ def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
     )
 
 
-def _take_gpu(device: torch.device) -> None:
+def take_gpu(device: torch.device) -> None:
     """Make `device` the one that everything in this process means by default, before anything touches a
     GPU. Raises `ValueError` when this machine has fewer GPUs.
     """
