@@ -63,7 +63,7 @@ def clean_tuner() -> Iterator[None]:
 def error_of(layer: OneLayer, num_tokens: int, out: torch.Tensor | None = None) -> float:
     inputs = layer.inputs(num_tokens)
     rows = sampled(num_tokens)
-    expected = float32_moe(layer.shape, *inputs, layer.weights.w13, layer.weights.w2, rows)
+    expected = float32_moe(layer.shape, *inputs, *layer.weights, rows=rows)
     return relative_error((layer.run(inputs) if out is None else out)[rows], expected)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
-from sglang.srt.layers.moe.base import MoEShape
+from sglang.srt.layers.moe.base import ExpertWeights, MoEShape
 from sglang.srt.layers.moe.topk import select_experts
 
 
@@ -22,13 +21,20 @@ def moe_inputs(
     return hidden.to(shape.dtype), ids, weights
 
 
-def moe_weights(shape: MoEShape, device: torch.device, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(w13 [E_local, 2 * I, H], w2 [E_local, H, I])`, scaled so that outputs are of order one."""
+def moe_weights(shape: MoEShape, device: torch.device, seed: int = 1) -> ExpertWeights:
+    """Weights, and biases where the shape has them, scaled so that outputs are of order one."""
     generator = torch.Generator(device=device).manual_seed(seed)
     experts, inner, hidden = shape.num_local_experts, shape.intermediate_size, shape.hidden_size
-    w13 = torch.randn((experts, 2 * inner, hidden), generator=generator, device=device) * hidden**-0.5
-    w2 = torch.randn((experts, hidden, inner), generator=generator, device=device) * inner**-0.5
-    return w13.to(shape.dtype), w2.to(shape.dtype)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    w13, w2 = normal(experts, 2 * inner, hidden) * hidden**-0.5, normal(experts, hidden, inner) * inner**-0.5
+    weights = ExpertWeights(w13.to(shape.dtype), w2.to(shape.dtype))
+    if shape.has_bias:
+        b13, b2 = normal(experts, 2 * inner), normal(experts, hidden)
+        weights = weights._replace(b13=b13.to(shape.dtype), b2=b2.to(shape.dtype))
+    return weights
 
 
 def float32_moe(
@@ -38,6 +44,8 @@ def float32_moe(
     topk_weights: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """What the local experts contribute to tokens `rows` (all by default), `[len(rows), H]` float32."""
@@ -48,9 +56,19 @@ def float32_moe(
         for slot in range(shape.top_k):
             expert = int(topk_ids[row, slot]) - shape.first_local_expert
             if 0 <= expert < shape.num_local_experts:
-                up, gate = (w13[expert].float() @ x).chunk(2)
-                out[place] += topk_weights[row, slot] * (w2[expert].float() @ (F.silu(gate) * up))
+                up_gate = w13[expert].float() @ x + (0 if b13 is None else b13[expert].float())
+                of_expert = w2[expert].float() @ _activated(shape, up_gate)
+                if b2 is not None and shape.tp_rank == 0:
+                    of_expert += b2[expert].float()
+                out[place] += topk_weights[row, slot] * of_expert
     return out
+
+
+def _activated(shape: MoEShape, up_gate: torch.Tensor) -> torch.Tensor:
+    (up, gate), activation = up_gate.chunk(2), shape.activation
+    if activation.limit is not None:
+        up, gate = up.clamp(-activation.limit, activation.limit), gate.clamp(max=activation.limit)
+    return (up + activation.beta) * gate * torch.sigmoid(activation.alpha * gate)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

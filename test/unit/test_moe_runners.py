@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from sglang.srt.layers.moe import flashinfer_cutlass, registry, torch_grouped
+from sglang.srt.layers.moe.activation import MoEActivation
 from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.flashinfer_cutlass import CutlassKernels, FlashInferCutlassMoERunner
+from sglang.srt.layers.moe.reference import IMPLEMENTATIONS, ReferenceMoE, ReferenceMoERunner
 from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
 from support.moe_reference import float32_moe, moe_inputs, moe_weights, relative_error
 
@@ -22,6 +24,9 @@ SHAPE = MoEShape(
     max_num_tokens=4096,
 )
 SECOND_OF_TWO = dataclasses.replace(SHAPE, num_local_experts=4, ep_size=2, ep_rank=1, tp_size=2, tp_rank=1)
+
+GPT_OSS = dataclasses.replace(SHAPE, activation=MoEActivation(1.702, 1.0, 0.75), has_bias=True)
+GPT_OSS_SECOND = dataclasses.replace(GPT_OSS, num_local_experts=4, ep_size=2, ep_rank=1, tp_size=2, tp_rank=1)
 
 
 class FakeKernels:
@@ -46,13 +51,21 @@ class FakeKernels:
         assert ids.dtype is torch.int32 and scales.dtype is torch.float32
         assert x.is_contiguous() and kwargs["output"].shape == x.shape
         self.calls.append(kwargs)
+        assert "swiglu_alpha" not in kwargs or kwargs["swiglu_alpha"].shape == (w31.shape[0],)
         shape = dataclasses.replace(
             SHAPE,
             num_local_experts=w31.shape[0],
             ep_size=kwargs["ep_size"],
             ep_rank=kwargs["ep_rank"],
+            tp_rank=kwargs["tp_rank"],
+            activation=MoEActivation(
+                *(float(kwargs[name][0]) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"))
+            )
+            if "swiglu_alpha" in kwargs
+            else MoEActivation(),
         )
-        kwargs["output"].copy_(float32_moe(shape, x, ids, scales, w31, w2))
+        biases = kwargs["fc1_expert_biases"], kwargs["fc2_expert_biases"]
+        kwargs["output"].copy_(float32_moe(shape, x, ids, scales, w31, w2, *biases))
 
 
 def run(runner, shape, num_tokens, seed=0):
@@ -121,6 +134,56 @@ def test_what_the_profiler_will_take_is_reserved():
     assert TorchGroupedMoERunner(SHAPE, CPU).reserved_bytes() == 0
 
 
+@pytest.mark.parametrize("shape", [GPT_OSS, GPT_OSS_SECOND])
+@pytest.mark.parametrize("backend", ["reference", "torch_grouped", "flashinfer_cutlass"])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_every_runner_adds_biases_and_takes_the_activation_of_gpt_oss(shape, backend, num_tokens):
+    if backend == "flashinfer_cutlass":
+        runner = FlashInferCutlassMoERunner(shape, CPU, FakeKernels().kernels())
+    else:
+        runner = registry.create_moe_runner(backend, shape)
+    out, expected = run(runner, shape, num_tokens)
+    torch.testing.assert_close(out, expected)
+    without_bias = float32_moe(shape, *moe_inputs(shape, num_tokens, CPU), *moe_weights(shape, CPU)[:2])
+    assert relative_error(without_bias, expected) > 0.1
+
+
+@pytest.mark.parametrize("shape", [GPT_OSS, GPT_OSS_SECOND])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_every_reference_implementation_computes_the_experts_of_gpt_oss(shape, num_tokens):
+    runner, (hidden, ids, scales) = ReferenceMoERunner(shape), moe_inputs(shape, num_tokens, CPU)
+    weights = moe_weights(shape, CPU)
+    expected = float32_moe(shape, hidden, ids, scales, *weights)
+    inputs = [hidden, runner._local(ids), scales, *weights]
+    for tactic in range(len(IMPLEMENTATIONS)):
+        torch.testing.assert_close(runner.op.runners[0].forward(inputs, tactic), expected)
+
+
+def test_records_of_other_experts_have_other_keys_and_those_of_plain_ones_keep_theirs():
+    plain, hidden = ReferenceMoE(), torch.zeros(3, 32)
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), moe_weights(GPT_OSS, CPU)
+    without = [hidden, ids, torch.zeros(3, 2), *weights[:2]]
+    assert plain.get_cache_key_extras(without) == ("torch.float32", 2)
+    extras = {
+        plain.get_cache_key_extras(without),
+        plain.get_cache_key_extras([*without, *weights[2:]]),
+        ReferenceMoE(GPT_OSS.activation).get_cache_key_extras(without),
+        ReferenceMoE(dataclasses.replace(GPT_OSS.activation, limit=None)).get_cache_key_extras(without),
+    }
+    assert len(extras) == 4
+
+
+def test_the_installed_flashinfer_takes_the_arguments_of_gpt_oss():
+    import inspect
+
+    fake = FakeKernels()
+    run(FlashInferCutlassMoERunner(GPT_OSS, CPU, fake.kernels()), GPT_OSS, 2)
+    assert {name for name in fake.calls[0] if name.startswith(("swiglu", "fc"))} == {
+        *("fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    }
+    inspect.signature(CutlassKernels.load().fused_moe).bind(*range(6), **fake.calls[0])
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 64])
 def test_torch_grouped_equals_the_reference(num_tokens):
     out, expected = run(TorchGroupedMoERunner(SHAPE, CPU), SHAPE, num_tokens)
@@ -158,7 +221,7 @@ def test_torch_grouped_in_bfloat16_stays_close_to_float32():
 
 def test_the_grouped_product_of_this_torch_computes_what_the_loop_does():
     shape = dataclasses.replace(SHAPE, dtype=torch.bfloat16)
-    w13, _ = moe_weights(shape, CPU)
+    w13 = moe_weights(shape, CPU).w13
     rows = torch.randn(10, 32, dtype=torch.bfloat16)
     ends = torch.tensor([0, 3, 3, 5, 8, 8, 8, 10], dtype=torch.int32)
     actual = torch_grouped._grouped_on_gpu()(rows, w13, ends)
