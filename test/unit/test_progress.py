@@ -73,6 +73,12 @@ def test_without_a_terminal_lines_come_even_while_one_step_takes_long(heard):
     assert heard.lines[-1].endswith("at prefill 512")
 
 
+def test_lines_count_what_they_are_told_to_count(heard):
+    with StageProgress(3, visible=True, noun="MegaMoE capacities", console=pipe(), line_interval_s=0.01):
+        heard.wait_for(1)
+    assert "0 of 3 MegaMoE capacities" in heard.lines[0]
+
+
 def test_no_thread_outlives_the_steps():
     with StageProgress(1, visible=True, console=pipe()) as progress:
         progress.begin("decode 1")

@@ -440,15 +440,26 @@ class _Stage:
         """Tune and open the profiles of an engine that runs on MegaMoE; a draft model's are left alone."""
         if MEGAMOE_OP in self.settings.skip_ops or self.host.identity.draft:
             return
-        report = stage_profiles(
-            megamoe.profiles,
-            plan.capacities,
-            cache,
-            self.agreement,
-            dtype=megamoe.dtype,
-            startup=megamoe.startup,
-            free_bytes=megamoe.free_bytes,
+        progress = StageProgress(
+            len(plan.capacities), visible=self.is_first, noun="MegaMoE capacities", listener=self.listener
         )
+
+        def opened(capacity: int) -> None:
+            progress.end()
+            progress.begin(f"MegaMoE, capacity {capacity} is open")
+
+        with progress:
+            progress.begin("MegaMoE")
+            report = stage_profiles(
+                megamoe.profiles,
+                plan.capacities,
+                cache,
+                self.agreement,
+                dtype=megamoe.dtype,
+                startup=megamoe.startup,
+                free_bytes=megamoe.free_bytes,
+                on_capacity=opened,
+            )
         self.report.megamoe = report.to_json()
         self.report.profiles_tuned += report.tuned
 
