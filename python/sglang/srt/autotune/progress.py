@@ -76,6 +76,7 @@ class StageProgress:
                 TextColumn("{task.fields[current]}"),
                 console=self._console,
                 transient=True,
+                refresh_per_second=4,  # the thread that draws runs beside what is measured
             )
             self._task = self._bar.add_task(self._noun, total=self.total, current="")
             self._stack.enter_context(self._bar)
