@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from starlette.testclient import TestClient
 
-from sglang.srt.entrypoints.app import Services, build_app
+from sglang.srt.entrypoints.app import build_app
 from sglang.srt.entrypoints.engine_status import EngineStatus
+from sglang.srt.entrypoints.services import Services
 from sglang.srt.managers.io_struct import Ready, StartupProgress
 from sglang.srt.server_args import ServerArgs
 

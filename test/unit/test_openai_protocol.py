@@ -6,13 +6,16 @@ import json
 
 import pytest
 
+from sglang.srt.entrypoints.openai.body import parse_body
 from sglang.srt.entrypoints.openai.errors import ApiError
-from sglang.srt.entrypoints.openai.protocol import CompletionRequest, parse_body
+from sglang.srt.entrypoints.openai.protocol import COMPLETION_UNBUILT, CompletionRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def parse(**fields) -> CompletionRequest:
-    return parse_body(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest)
+    return parse_body(
+        json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest, COMPLETION_UNBUILT
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,7 @@ def test_values_that_ask_for_nothing_and_unknown_fields_pass():
 @pytest.mark.parametrize("body", [b"", b" \n", b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"prompt": NaN}'])
 def test_anything_but_a_json_object_with_a_prompt_is_refused(body):
     with pytest.raises(ApiError) as refused:
-        parse_body(body, CompletionRequest)
+        parse_body(body, CompletionRequest, COMPLETION_UNBUILT)
     assert refused.value.status == 400
 
 
