@@ -1,0 +1,1 @@
+"""The load generator behind `python -m sglang.bench_serving`."""
