@@ -47,16 +47,19 @@ class TorchNativeAttention(AttentionBackend):
     def __init__(self, req_to_token_pool: ReqToTokenPool, kv_pool: KVPool) -> None:
         self.req_to_token = req_to_token_pool.req_to_token
         self.kv_pool = kv_pool
+        self._batch: ForwardBatch | None = None
         self._decode: dict[int | None, list[DecodeGroup]] = {}
         self._extend: list[ExtendSequence] = []
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        self._decode, self._extend = {}, []
+        self._batch, self._decode, self._extend = batch, {}, []
         if batch.mode is ForwardMode.EXTEND:
             self._extend = self._extend_sequences(batch)
 
-    def _decode_groups(self, batch: ForwardBatch, window: int | None) -> list[DecodeGroup]:
+    def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         """The sequences of a decode batch by the number of keys that they see; kept for the other layers."""
+        batch = self._batch
+        assert batch is not None, "init_forward_metadata comes first"
         if batch.mode is not ForwardMode.DECODE:
             return []
         if window not in self._decode:
@@ -98,7 +101,7 @@ class TorchNativeAttention(AttentionBackend):
         out = torch.empty_like(q)
         if batch.num_tokens:
             self.kv_pool.set_kv(layer.layer_id, batch.out_cache_loc, k, v)
-        for group in self._decode_groups(batch, layer.sliding_window):
+        for group in self._decode_groups(layer.sliding_window):
             self._attend_decode(q, out, group, layer)
         for sequence in self._extend:
             self._attend_extend(q, k, v, out, sequence, layer)
