@@ -48,11 +48,17 @@ TINY_CONFIG = {
 class ServerProcess:
     """One `sglang serve`; `base_url` is where it listens, `log` what it has written so far."""
 
-    def __init__(self, arguments: list[str], log_path: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        log_path: Path,
+        environment: dict[str, str],
+        launcher: tuple[str, ...] = (sys.executable,),
+    ) -> None:
         self.port = free_port()
         self.base_url = f"http://127.0.0.1:{self.port}"
         self.log_path = log_path
-        command = [sys.executable, "-m", "sglang.cli.main", "serve", "--port", str(self.port), *arguments]
+        command = [*launcher, "-m", "sglang.cli.main", "serve", "--port", str(self.port), *arguments]
         python_path = os.pathsep.join(
             filter(None, [str(REPOSITORY / "python"), os.environ.get("PYTHONPATH")])
         )
@@ -179,12 +185,18 @@ def tiny_model(tmp_path_factory) -> Path:
 def _servers(directory: Path, tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
     started: list[ServerProcess] = []
 
-    def start(*arguments: str, tiny: bool = True, **environment: str) -> ServerProcess:
+    def start(
+        *arguments: str,
+        tiny: bool = True,
+        launcher: tuple[str, ...] = (sys.executable,),
+        **environment: str,
+    ) -> ServerProcess:
         """Start a server on the CPU; `tiny` serves `tiny_model`, else `arguments` or the default say what."""
         model = ["--model-path", str(tiny_model), "--load-format", "dummy"] if tiny else []
         defaults = {"SGLANG_CACHE_DIR": str(directory / "cache")}
         log_path = directory / f"server{len(started)}.log"
-        server = ServerProcess(["--device", "cpu", *model, *arguments], log_path, defaults | environment)
+        flags = ["--device", "cpu", *model, *arguments]
+        server = ServerProcess(flags, log_path, defaults | environment, launcher)
         started.append(server)
         return server
 
@@ -197,7 +209,7 @@ def _servers(directory: Path, tiny_model: Path) -> Iterator[Callable[..., Server
 
 @pytest.fixture
 def start_server(tmp_path, tiny_model) -> Iterator[Callable[..., ServerProcess]]:
-    """`start_server(*flags, tiny=True, **environment)` starts a server; all end with the test.
+    """`start_server(*flags, tiny=True, launcher=..., **environment)` starts a server; all end with the test.
 
     The servers of one test share one fresh `SGLANG_CACHE_DIR`.
     """
@@ -211,6 +223,14 @@ def server(tmp_path_factory, tiny_model) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("shared-server")
     with _servers(directory, tiny_model) as start:
         yield start("--disable-flashinfer-autotune").wait_ready()
+
+
+@pytest.fixture(scope="session")
+def builtin_server(tmp_path_factory, tiny_model) -> Iterator[ServerProcess]:
+    """A server of the built-in model, which can add and chat, that many tests share: see `server`."""
+    directory = tmp_path_factory.mktemp("builtin-server")
+    with _servers(directory, tiny_model) as start:
+        yield start("--disable-flashinfer-autotune", "--enable-metrics", tiny=False).wait_ready()
 
 
 @pytest.fixture

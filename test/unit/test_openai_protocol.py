@@ -13,9 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def parse(**fields) -> CompletionRequest:
-    return parse_body(
-        json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest, COMPLETION_UNBUILT
-    )
+    return parse_body(json.dumps({"prompt": "a", **fields}).encode(), CompletionRequest, COMPLETION_UNBUILT)
 
 
 @pytest.mark.parametrize(

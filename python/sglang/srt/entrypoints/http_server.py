@@ -19,10 +19,11 @@ from prometheus_client import CollectorRegistry
 from sglang.srt.autotune.metrics import register as register_autotune_metrics
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.parallel_sizes import check_parallel_sizes
-from sglang.srt.entrypoints.app import Services, build_app
+from sglang.srt.entrypoints.app import build_app
 from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.follower import Follower
 from sglang.srt.entrypoints.metrics import ServingMetrics
+from sglang.srt.entrypoints.services import Services
 from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress, WorkerMessage
 from sglang.srt.managers.ipc import Endpoints, private_endpoints
 from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch

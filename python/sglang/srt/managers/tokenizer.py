@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.server_args import ServerArgs
 
@@ -35,6 +37,21 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds to every text."""
         return self._tokenizer(text)["input_ids"]
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation, as the model's chat template writes it when told `arguments`.
+
+        Raises `ValueError` when there is no template, or when it does not take these messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise ValueError("this model has no chat template: use /v1/completions")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"the model's chat template does not take these messages: {error}") from None
+        # The template has written the special tokens already.
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return token_ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._fast is not None:

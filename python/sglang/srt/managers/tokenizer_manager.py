@@ -11,7 +11,7 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -138,6 +138,16 @@ class TokenizerManager:
             replica = self._dispatcher.assign(rid, num_tokens)
             self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token, replica))
         return generation
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Most tokens of one request, prompt and output together."""
+        return self._max_total_tokens
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation; raises `ValueError` when the model's template does not take it."""
+        assert self._tokenizer is not None
+        return self._tokenizer.encode_chat(messages, arguments)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         assert self._tokenizer is not None

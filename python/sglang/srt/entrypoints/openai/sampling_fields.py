@@ -1,0 +1,111 @@
+"""The fields that completions and chats share: sampling, stopping, copies, streaming."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang.srt.entrypoints.openai.body import Unbuilt, or_default
+from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+
+MAX_SEQUENCES = 4096
+"""Most sequences that one request may ask for, over all its prompts."""
+
+UNBUILT: Unbuilt = {
+    "best_of": (None, 1),
+    "custom_logit_processor": (None,),
+    "custom_params": (None,),
+    "ebnf": (None,),
+    "frequency_penalty": (None, 0),
+    "json_schema": (None,),
+    "length_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "lora_path": (None,),
+    "min_tokens": (None, 0),
+    "no_stop_trim": (None, False),
+    "presence_penalty": (None, 0),
+    "regex": (None,),
+    "repetition_penalty": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "return_hidden_states": (None, False),
+    "session_params": (None,),
+    "stop_regex": (None, [], ""),
+    "structural_tag": (None,),
+    "use_beam_search": (None, False),
+}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Fields that have an effect; a null stands for the default."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_copies(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the last event of a stream tells the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        """Whether every event of a stream tells the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    def sampling_with(self, max_tokens: int, max_tokens_name: str) -> SamplingParams:
+        """The sampling parameters; the limit came as `max_tokens_name`. Raises `ApiError` for one out of range."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        sampling = SamplingParams(
+            max_new_tokens=max_tokens,
+            temperature=or_default(self.temperature, 1.0),
+            top_p=or_default(self.top_p, 1.0),
+            top_k=or_default(self.top_k, TOP_K_ALL),
+            min_p=or_default(self.min_p, 0.0),
+            seed=self.seed,
+            stop=[text for text in stop or [] if text],
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=or_default(self.skip_special_tokens, True),
+        )
+        try:
+            sampling.check()
+        except ValueError as error:
+            message = str(error).replace("max_new_tokens", max_tokens_name)
+            raise ApiError(400, message, param=message.split()[0]) from None
+        return sampling
+
+    def check_copies(self, num_prompts: int) -> None:
+        """Raise `ApiError` for a wrong `n`, too many sequences, or stream options without a stream."""
+        if self.num_copies < 1:
+            raise ApiError(400, f"n must be at least 1, got {self.n}", param="n")
+        if num_prompts * self.num_copies > MAX_SEQUENCES:
+            raise ApiError(
+                400, f"{num_prompts} prompts times n = {self.n or 1} are more than {MAX_SEQUENCES} sequences"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
