@@ -10,6 +10,7 @@ import pytest
 import torch
 from flashinfer.autotuner import AutoTuner
 
+from sglang.benchmark.http import Address
 from sglang.srt.autotune.bench import __main__ as bench
 from sglang.srt.autotune.bench import load, moe, outputs, tables
 from sglang.srt.autotune.bench.bounds import Bounds, moe_work
@@ -239,7 +240,7 @@ async def stream_of(lines, port_of, request_of):
 
     async def answer(reader, writer):
         request_of.set_result(
-            await reader.readuntil(b"}}") if not lines[0].startswith(b"HTTP/1.1 4") else b""
+            await reader.readuntil(b"]}") if not lines[0].startswith(b"HTTP/1.1 4") else b""
         )
         for line in lines:
             writer.write(line)
@@ -257,8 +258,8 @@ def completed(lines, output_len=2):
         loop = asyncio.get_running_loop()
         port, request = loop.create_future(), loop.create_future()
         async with await stream_of(lines, port, request):
-            answer = await load._complete("127.0.0.1", await port, [5, 6], output_len)
-            return answer, await request
+            wanted = load.Load(1, 1, 2, output_len, 264)
+            return await load._run(Address("127.0.0.1", await port), wanted), await request
 
     return asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -268,23 +269,24 @@ def chunk(event):
     return b"%x\r\n%s\r\n" % (len(text), text)
 
 
+END = b"0\r\n\r\n"
 OK_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 TOKEN, USAGE = {"choices": [{"text": "t7"}]}, {"choices": [], "usage": {"completion_tokens": 2}}
 
 
 def test_the_load_generator_times_the_first_token_and_those_after_it():
-    answer, request = completed([OK_HEAD, chunk(TOKEN), chunk(TOKEN), chunk(USAGE), b"data: [DONE]\n\n"])
-    assert answer.num_tokens == 2 and 0 < answer.ttft_s < 5 and 0 < answer.rest_s < 5
-    assert b'"prompt": [5, 6]' in request and b'"stream": true' in request
+    answer, request = completed([OK_HEAD, chunk(TOKEN), chunk(TOKEN), chunk(USAGE), END])
+    assert answer["output_tokens"] == 2 and 0 < answer["ttft_ms"] < 5000 and 0 < answer["itl_ms"] < 5000
+    assert b'"max_tokens":2' in request and b'"stream":true' in request
 
 
 def test_the_load_generator_passes_on_what_a_server_complains_of():
-    with pytest.raises(RuntimeError, match="400 Bad Request: .*too long"):
+    with pytest.raises(RuntimeError, match="400 Bad Request: prompt too long"):
         completed([b"HTTP/1.1 400 Bad Request\r\ncontent-length: 15\r\n\r\nprompt too long"])
     with pytest.raises(RuntimeError, match="a request failed: worker died"):
         completed([OK_HEAD, chunk(TOKEN), chunk({"error": "worker died"})])
     with pytest.raises(RuntimeError, match="2 tokens instead of 9"):
-        completed([OK_HEAD, chunk(TOKEN), chunk(USAGE)], output_len=9)
+        completed([OK_HEAD, chunk(TOKEN), chunk(USAGE), END], output_len=9)
 
 
 def test_the_tokenizer_of_random_weights_shows_every_id_as_text(tmp_path):

@@ -23,9 +23,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What all requests of one run share. `extra` is merged into every body, objects into objects."""
+    """What all requests of one run share. `extra` is merged into every body, objects into objects.
 
-    model: str
+    A `model` of None leaves the choice to a server that has only one.
+    """
+
+    model: str | None = None
     stream: bool = True
     ignore_eos: bool = True
     extra: dict[str, Any] | None = None

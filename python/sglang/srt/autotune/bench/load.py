@@ -1,20 +1,17 @@
-"""A small load generator: streamed completions of random token ids at a fixed concurrency.
-
-It speaks HTTP over plain sockets: at hundreds of streams a client library's work for each event would be measured
-instead of the server's.
-"""
+"""The load of the serving pieces: streamed completions of random token ids at a fixed concurrency."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
-_LINE_LIMIT = 1 << 22
+from sglang.benchmark import load as generator
+from sglang.benchmark.backends import BACKENDS, RequestOptions
+from sglang.benchmark.dataset import RandomLengths, random_prompts
+from sglang.benchmark.http import Address
+from sglang.benchmark.summary import summarize
 
 
 @dataclass(frozen=True)
@@ -28,96 +25,35 @@ class Load:
     vocab_size: int
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Seconds to the first token and from it to the last, and how many tokens there were."""
-
-    num_tokens: int
-    ttft_s: float
-    rest_s: float
-
-
 def run_load(host: str, port: int, load: Load, timeout_s: float) -> dict[str, Any]:
     """Output tokens per second, and the medians over requests of TTFT and of the time between two tokens, in ms.
 
     Raises:
-        RuntimeError: a request failed, with the server's words.
+        RuntimeError: a request failed, with the server's words, or got another number of tokens than it asked for.
         TimeoutError: the whole load took longer than `timeout_s`.
     """
-    return asyncio.run(asyncio.wait_for(_run(host, port, load), timeout_s))
+    return asyncio.run(asyncio.wait_for(_run(Address(host, port), load), timeout_s))
 
 
-async def _run(host: str, port: int, load: Load) -> dict[str, Any]:
+async def _run(address: Address, load: Load) -> dict[str, Any]:
     rng = random.Random(load.concurrency)
-    highest = load.vocab_size - 1
-    prompts = [[rng.randint(1, highest) for _ in range(load.input_len)] for _ in range(load.num_requests)]
-    gate = asyncio.Semaphore(load.concurrency)
-
-    async def one(prompt: list[int]) -> Answer:
-        async with gate:
-            return await _complete(host, port, prompt, load.output_len)
-
-    start = time.perf_counter()
-    answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
-    seconds = time.perf_counter() - start
-    num_tokens = sum(answer.num_tokens for answer in answers)
+    lengths = RandomLengths(load.input_len, load.output_len, ratio=1.0)
+    requests = random_prompts(range(1, load.vocab_size), lengths, load.num_requests, rng)
+    target = generator.Target(address, BACKENDS["sglang-oai"], RequestOptions(model=None))
+    pace = generator.Pace(max_concurrency=load.concurrency)
+    traces, seconds = await generator.run_load(target, requests, pace, rng)
+    for trace in traces:
+        if trace.error is not None:
+            raise RuntimeError(f"a request failed: {trace.error}")
+        if trace.num_output != load.output_len:
+            raise RuntimeError(f"a request got {trace.num_output} tokens instead of {load.output_len}")
+    summary = summarize(traces, seconds)
     return {
         "concurrency": load.concurrency,
         "requests": load.num_requests,
         "seconds": seconds,
-        "output_tokens": num_tokens,
-        "output_tokens_per_s": num_tokens / seconds,
-        "ttft_ms": 1e3 * statistics.median(answer.ttft_s for answer in answers),
-        "itl_ms": 1e3 * statistics.median(a.rest_s / max(1, a.num_tokens - 1) for a in answers),
+        "output_tokens": summary["total_output_tokens"],
+        "output_tokens_per_s": summary["output_throughput"],
+        "ttft_ms": summary["median_ttft_ms"],
+        "itl_ms": summary["median_tpot_ms"],
     }
-
-
-async def _complete(host: str, port: int, prompt: list[int], output_len: int) -> Answer:
-    body = json.dumps(
-        {
-            "prompt": prompt,
-            "max_tokens": output_len,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    ).encode()
-    start = time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, port, limit=_LINE_LIMIT)
-    try:
-        writer.write(head + body)
-        await writer.drain()
-        answer = await _read_answer(reader, start)
-    finally:
-        writer.close()
-    if answer.num_tokens != output_len:
-        raise RuntimeError(f"a request got {answer.num_tokens} tokens instead of {output_len}")
-    return answer
-
-
-async def _read_answer(reader: asyncio.StreamReader, start: float) -> Answer:
-    status = (await reader.readline()).decode(errors="replace").strip()
-    if status.split(" ")[1:2] != ["200"]:
-        text = (await reader.read()).decode(errors="replace")
-        body = " ".join(text.partition("\r\n\r\n")[2].split()) or text.strip()
-        raise RuntimeError(f"a request was answered with {status}: {body[:300]}")
-    first = last = 0.0
-    num_tokens = 0
-    # The sizes of the chunks stand on lines of their own between the events and are passed over like the headers.
-    while line := await reader.readline():
-        if not line.startswith(b"data: {"):
-            continue
-        now = time.perf_counter()
-        if b'"choices":[]' in line or b'"error"' in line:
-            event = json.loads(line.removeprefix(b"data: "))
-            if "error" in event:
-                raise RuntimeError(f"a request failed: {event['error']}")
-            num_tokens = event["usage"]["completion_tokens"]
-            continue
-        first, last = first or now, now
-    return Answer(num_tokens, first - start, last - first)
