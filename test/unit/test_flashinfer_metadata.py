@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import random
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from sglang.srt.layers.attention.flashinfer import (
+from sglang.srt.layers.attention import flashinfer_sinks
+from sglang.srt.layers.attention.base import AttentionLayer
+from sglang.srt.layers.attention.flashinfer_kernels import (
     check_supported,
     decodes_on_tensor_cores,
     prefill_backend,
+    windows_of,
 )
+from sglang.srt.layers.attention.flashinfer_sinks import SinkWrappers, scale_by_sinks
 from sglang.srt.layers.attention.paged_metadata import PagedMetadata, gather_slots, indptr_of
 from sglang.srt.managers import worker_environment
 from sglang.srt.mem_cache.memory_pool import PADDING_ROW, PADDING_SLOT
@@ -91,6 +98,73 @@ def test_a_dummy_batch_reads_nothing_but_the_sink(mode: ForwardMode) -> None:
     table, _ = table_of([3])
     batch = ForwardBatch.dummy(mode, [1] * 5, torch.zeros(5, dtype=torch.int64))
     assert set(PagedMetadata.of(batch, table).kv_indices.tolist()) == {PADDING_SLOT}
+
+
+def test_a_window_ends_with_the_decoded_token() -> None:
+    table, lists = table_of([4, 2, 3])
+    batch = ForwardBatch.decode([7, 8, 9], [4, 2, 3], [1, 2, 3], torch.tensor([1, 2, 3]), "cpu")
+    metadata = PagedMetadata.one_query_each(batch, table, 3)
+    assert metadata.kv_indptr.tolist() == [0, 3, 5, 8]
+    assert metadata.kv_indices.tolist() == lists[0][1:] + lists[1] + lists[2]
+    assert metadata.qo_indptr is None
+
+
+def test_each_token_of_a_prompt_sees_its_own_window() -> None:
+    table, lists = table_of([6, 3])
+    batch = ForwardBatch.extend([0] * 5, [2, 3], [4, 0], [1, 2], torch.arange(1, 6), "cpu")
+    metadata = PagedMetadata.one_query_each(batch, table, 2)
+    seen = [lists[0][3:5], lists[0][4:6], lists[1][:1], lists[1][0:2], lists[1][1:3]]
+    assert metadata.kv_indptr.tolist() == [0, 2, 4, 5, 7, 9]
+    assert metadata.kv_indices.tolist() == [slot for slots in seen for slot in slots]
+    assert metadata.last_page_len.tolist() == [1] * 5
+
+
+def test_windows_of_padding_fit_the_buffer_of_a_graph() -> None:
+    table, lists = table_of([5])
+    batch = ForwardBatch.decode([7, 0], [5, 1], [1, PADDING_ROW], torch.zeros(2), "cpu")
+    buffer = torch.full((2 * 3,), -1, dtype=torch.int32)
+    metadata = PagedMetadata.one_query_each(batch, table, 3, buffer)
+    assert metadata.kv_indices.data_ptr() == buffer.data_ptr()
+    assert buffer.tolist() == [*lists[0][2:], PADDING_SLOT, -1, -1]
+
+
+def test_layers_are_planned_once_for_each_window() -> None:
+    layers = [AttentionLayer(i, 4, 2, 64, 0.125, window) for i, window in enumerate((128, None, 128, 16))]
+    assert windows_of(layers) == (None, 16, 128)
+    assert windows_of([]) == (None,)
+
+
+def test_scaling_by_the_share_of_the_sinks_equals_a_softmax_with_them() -> None:
+    torch.manual_seed(0)
+    logits, values, sinks = 3 * torch.randn(5, 4, 9), torch.randn(9, 8), torch.randn(4)
+    lse = torch.logsumexp(logits, dim=-1) / math.log(2)
+    with_sinks = torch.cat([logits, sinks.view(1, 4, 1).expand(5, 4, 1)], dim=-1).softmax(-1)
+    scaled = scale_by_sinks(logits.softmax(-1) @ values, lse, sinks)
+    torch.testing.assert_close(scaled, with_sinks[..., :-1] @ values)
+
+
+def test_flashinfers_own_sink_wrapper_takes_the_arguments_that_it_is_given() -> None:
+    import flashinfer
+
+    made = inspect.signature(getattr(flashinfer, flashinfer_sinks.WRAPPER).__init__).parameters
+    names = {"backend", "q_data_type", "kv_data_type", "head_dim_qk", "head_dim_vo", "window_left"}
+    buffers = {"use_cuda_graph", "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf"}
+    assert names | buffers | {"paged_kv_last_page_len_buf"} <= set(made)
+    plan = flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan
+    assert {"window_left", "causal", "sm_scale", "disable_split_kv"} <= set(
+        inspect.signature(plan).parameters
+    )
+
+
+def test_without_a_sink_wrapper_the_ordinary_kernels_serve_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    older = types.SimpleNamespace()
+    with caplog.at_level("WARNING"):
+        sizes = (8, 2, 64, BF16)
+        assert SinkWrappers.load(older, torch.zeros(1), *sizes, {False, True}) is None  # type: ignore[arg-type]
+    (record,) = caplog.records
+    assert "ordinary kernels" in record.getMessage() and flashinfer_sinks.WRAPPER in record.getMessage()
 
 
 def test_hopper_prefill_kernels_are_for_heads_of_128_without_mixed_types() -> None:

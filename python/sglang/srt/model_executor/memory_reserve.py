@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from sglang.srt.autotune.plan import Limits, Shape, make_plan
-from sglang.srt.layers.attention.flashinfer import WORKSPACE_BYTES
+from sglang.srt.layers.attention.flashinfer_kernels import WORKSPACE_BYTES
 
 SAMPLING_BYTES_PER_LOGIT = 64
 """Logits, probabilities, and their sort and sums for top-k and top-p, each of 4 or 8 bytes for a token of the
@@ -20,13 +20,19 @@ WRAPPER_BYTES = 8 << 20
 
 
 def forward_reserve_bytes(
-    limits: Limits, vocab_size: int, step_memory_bytes: Callable[[Shape], int], *, num_captured: int
+    limits: Limits,
+    vocab_size: int,
+    step_memory_bytes: Callable[[Shape], int],
+    *,
+    num_captured: int,
+    num_windows: int = 1,
 ) -> int:
     """Bytes that the largest forward takes beside weights and KV pool, tuning and sampling included.
 
     The plan's steps reach up to the largest prefill and decode that `limits` allow, so the largest step is also the
-    largest forward of serving. `num_captured` counts the decode graphs, 0 where none are captured.
+    largest forward of serving. `num_captured` counts the decode graphs, 0 where none are captured, and `num_windows`
+    the different sliding windows of the layers, each with wrappers of its own.
     """
     largest_step = max(step_memory_bytes(step.shape) for step in make_plan(limits).steps)
     sampling = limits.max_running_requests * vocab_size * SAMPLING_BYTES_PER_LOGIT
-    return largest_step + sampling + WORKSPACE_BYTES + WRAPPER_BYTES * (num_captured + 2)
+    return largest_step + sampling + WORKSPACE_BYTES + WRAPPER_BYTES * (num_captured + 2) * num_windows

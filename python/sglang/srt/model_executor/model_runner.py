@@ -11,6 +11,7 @@ from sglang.srt.autotune.stage import run_stage
 from sglang.srt.autotune_config import settings_of
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
+from sglang.srt.layers.attention.flashinfer_kernels import windows_of
 from sglang.srt.layers.attention.registry import create_attention_backend
 from sglang.srt.layers.fused_moe import moe_shape
 from sglang.srt.layers.linear import divide, local_kv_heads
@@ -104,6 +105,7 @@ class ModelRunner:
             self.kv_pool,
             divide(config.num_attention_heads, parallel.attn_tp.size, "attention heads"),
             self.dtype,
+            layers=self.model.attention_layers(),
             deterministic=args.enable_deterministic_inference,
         )
 
@@ -129,7 +131,11 @@ class ModelRunner:
             return 0
         sizes = () if self.server_args.disable_cuda_graph else self.limits.decode_batch_sizes
         return forward_reserve_bytes(
-            self.limits, self.model_config.vocab_size, host.step_memory_bytes, num_captured=len(sizes)
+            self.limits,
+            self.model_config.vocab_size,
+            host.step_memory_bytes,
+            num_captured=len(sizes),
+            num_windows=len(windows_of(self.model.attention_layers())),
         )
 
     def _create_kv_pool(self) -> KVPool:

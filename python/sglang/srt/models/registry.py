@@ -11,6 +11,7 @@ from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
+from sglang.srt.layers.attention.base import AttentionLayer
 from sglang.srt.layers.moe.base import MoERunner
 from sglang.srt.layers.vocab_parallel import ParallelLMHead
 from sglang.srt.model_executor.forward_batch import ForwardBatch
@@ -41,6 +42,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def num_distinct_layers(self) -> int:
         """How many of this stage's leading layers show every kind of layer that it has."""
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """What the attention backend must know about the layers of this stage."""
+        layers = (getattr(module, "layer", None) for module in self.modules())
+        return [layer for layer in layers if isinstance(layer, AttentionLayer)]
 
     @abstractmethod
     def weight_slots(self) -> NamedSlots:

@@ -22,17 +22,24 @@ def indptr_of(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def gather_slots(
-    req_to_token: torch.Tensor, rows: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The slots of all tokens of B sequences, one sequence after the other, into `out` `[sum of seq_lens]` int32.
+    """The slots of `seq_lens` tokens of B sequences, one sequence after another, into `out` `[sum of seq_lens]` int32.
 
-    `req_to_token` is `[num_rows, max_context_len]` int32; `rows` and `seq_lens` are `[B]` int64 on its device. `out`
-    has the length that the host knows, so the device is not asked for it.
+    `req_to_token` is `[num_rows, max_context_len]` int32; `rows`, `seq_lens` and `starts`, the first token of each (0
+    by default), are `[B]` int64 on its device. `out` has the length that the host knows, so the device is not asked
+    for it.
     """
     total = out.shape[0]
     ends = torch.cumsum(seq_lens, 0)
     # Token t of the output stands at `t + base` of the flattened table, with one base for each sequence.
     base = rows * req_to_token.shape[1] - (ends - seq_lens)
+    if starts is not None:
+        base += starts
     places = torch.repeat_interleave(base, seq_lens, output_size=total)
     places += torch.arange(total, device=places.device)
     return torch.index_select(req_to_token.view(-1), 0, places, out=out)
@@ -65,4 +72,38 @@ class PagedMetadata:
             last_page_len=torch.ones(batch.batch_size, dtype=torch.int32),
             kv_indices=gather_slots(req_to_token, batch.req_pool_indices, batch.seq_lens, indices[:total]),
             qo_indptr=None if new_lens is None else indptr_of(new_lens),
+        )
+
+    @classmethod
+    def one_query_each(
+        cls,
+        batch: ForwardBatch,
+        req_to_token: torch.Tensor,
+        window: int | None = None,
+        indices: torch.Tensor | None = None,
+    ) -> PagedMetadata:
+        """Metadata in which every token of `batch` is a sequence of its own: the tokens that it sees, itself last.
+
+        With a `window` it sees that many at the most; without one, `batch` must be a decode batch.
+        """
+        if window is None:
+            assert batch.extend_seq_lens_cpu is None, "each token of a prompt would list all before it"
+            return cls.of(batch, req_to_token, indices)
+        ends, rows = batch.seq_lens_cpu, batch.req_pool_indices
+        if batch.extend_seq_lens_cpu is not None:
+            assert batch.extend_prefix_lens_cpu is not None and batch.extend_seq_lens is not None
+            pieces = zip(batch.extend_prefix_lens_cpu, batch.seq_lens_cpu, strict=True)
+            ends = [end for prefix, last in pieces for end in range(prefix + 1, last + 1)]
+            rows = torch.repeat_interleave(rows, batch.extend_seq_lens, output_size=batch.num_tokens)
+        lengths = [min(end, window) for end in ends]
+        total = sum(lengths)
+        if indices is None:
+            indices = torch.empty(total, dtype=torch.int32, device=req_to_token.device)
+        assert total <= indices.shape[0], f"{total} tokens in a buffer of {indices.shape[0]}"
+        first = (batch.positions + 1 - window).clamp_(min=0)
+        seen = batch.positions + 1 - first
+        return cls(
+            kv_indptr=indptr_of(lengths),
+            last_page_len=torch.ones(len(lengths), dtype=torch.int32),
+            kv_indices=gather_slots(req_to_token, rows, seen, indices[:total], first),
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from sglang.srt.layers.attention.base import AttentionBackend
+from sglang.srt.layers.attention.base import AttentionBackend, AttentionLayer
 from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool
 
 
@@ -15,11 +17,13 @@ def create_attention_backend(
     num_heads: int,
     dtype: torch.dtype,
     *,
+    layers: Sequence[AttentionLayer] = (),
     deterministic: bool = False,
 ) -> AttentionBackend:
     """Build the backend that `--attention-backend` names (already resolved from auto).
 
-    `num_heads` are this rank's query heads, `dtype` that of the activations. Raises `ValueError` when there
+    `num_heads` are this rank's query heads, `dtype` that of the activations; `layers` tells which sliding windows and
+    sinks there are. Raises `ValueError` when there
     is no such backend, or it cannot run here.
     """
     if name == "torch_native":
@@ -29,5 +33,7 @@ def create_attention_backend(
     if name == "flashinfer":
         from sglang.srt.layers.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(req_to_token_pool, kv_pool, num_heads, dtype, deterministic=deterministic)
+        return FlashInferAttention(
+            req_to_token_pool, kv_pool, num_heads, dtype, layers=layers, deterministic=deterministic
+        )
     raise ValueError(f"--attention-backend {name}: no such backend; this build has: torch_native, flashinfer")
