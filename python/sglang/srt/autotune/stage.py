@@ -462,6 +462,9 @@ class _Stage:
             )
         self.report.megamoe = report.to_json()
         self.report.profiles_tuned += report.tuned
+        self.report.records.tuned += report.tuned
+        self.report.records.user += report.cached
+        self.report.warnings += report.problems
 
     # report ----------------------------------------------------------------------------------------------
 
