@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.cli import autotune
+from sglang.cli import autotune, docs
 from sglang.cli.main import COMMANDS
 from sglang.srt.server_args import prepare_server_args
 
@@ -91,18 +91,13 @@ def test_every_command_and_flag_that_is_named_exists(page):
 
 
 def test_flags_named_in_the_text_exist():
-    from sglang.cli import docs
-
     known = set(re.findall(r"--[a-z][a-z0-9-]+", docs.render()))
+    for source in (REPOSITORY / "python").rglob("*.py"):  # the tools that are run with `python -m`
+        known |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', source.read_text(encoding="utf-8")))
     for page in PAGES:
-        if page.name != "cli.md":
-            text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-            named = set(re.findall(r"`(--[a-z][a-z0-9-]+)", text))
-            assert named <= known | OTHER_PROGRAMS_FLAGS, f"{page.name}: {sorted(named - known)}"
-
-
-#: Flags of programs that are not ours.
-OTHER_PROGRAMS_FLAGS: set[str] = set()
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        named = set(re.findall(r"`(--[a-z][a-z0-9-]+)", text))
+        assert named <= known, f"{page.name}: {sorted(named - known)}"
 
 
 def test_the_first_commands_of_the_readme_work_as_printed(start_server):
