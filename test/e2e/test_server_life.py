@@ -159,7 +159,7 @@ def test_a_worker_that_fails_in_its_start_takes_the_server_down_with_its_traceba
 def test_a_worker_that_fails_while_it_serves_tells_its_clients_and_takes_the_server_down(
     start_server, gone, tmp_path
 ):
-    environment = break_method(tmp_path, "sglang.srt.managers.executor", "ModelExecutor", "execute")
+    environment = break_method(tmp_path, "sglang.srt.managers.executor", "ModelExecutor", "launch")
     server = start_server("--disable-flashinfer-autotune", **environment).wait_ready()
     pids = server.pids()
     call = Call(server)
