@@ -32,19 +32,23 @@ def identity_of(args: ServerArgs, config: ModelConfig, device_type: str) -> Engi
         "vocab_size": config.vocab_size,
         "hidden_act": config.hidden_act,
     }
+    if config.expert_bias:
+        geometry["expert_bias"] = True
+    if config.swiglu_alpha is not None:
+        geometry |= {"swiglu_alpha": config.swiglu_alpha, "swiglu_limit": config.swiglu_limit}
     name = config.dtype if dtype == "auto" else dtype
     return EngineIdentity(
         model=geometry,
         applies={
             **geometry,
             "dtype": name,
-            "quantization": config.quantization,
+            "quantization": config.kernel_quantization,
             "chunked_prefill_size": args.chunked_prefill_size_on(device_type),
             "moe_runner_backend": args.moe_runner_backend_on(device_type),
             **parallel,
         },
         dtype=name,
-        quantization=config.quantization,
+        quantization=config.kernel_quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         backends={
             "moe": args.moe_runner_backend_on(device_type),

@@ -132,6 +132,11 @@ class ModelConfig:
         return self.sliding_window if is_sliding else None
 
     @property
+    def kernel_quantization(self) -> str | None:
+        """The number format that kernels compute with; None where weights are plain, or become so while loading."""
+        return None if self.architecture == "GptOssForCausalLM" else self.quantization
+
+    @property
     def moe_layer_ids(self) -> tuple[int, ...]:
         return tuple(layer for layer in range(self.num_hidden_layers) if self.is_moe_layer(layer))
 
