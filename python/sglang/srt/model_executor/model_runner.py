@@ -81,7 +81,7 @@ class ModelRunner:
             seed=args.random_seed,
         )
         if isinstance(self.moe_runner, MegaMoERunner):
-            self.moe_runner.take_over(self.model)
+            self.moe_runner.take_over(self.model, will_tune=not args.disable_flashinfer_autotune)
         self.logits_processor = (
             LogitsProcessor(self.model.lm_head) if self.model.lm_head is not None else None
         )

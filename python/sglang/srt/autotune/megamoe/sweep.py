@@ -10,6 +10,7 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import queue
 import tempfile
@@ -32,6 +33,13 @@ START_TIMEOUT_S, JOB_TIMEOUT_S, SWEEP_TIMEOUT_S = 120.0, 120.0, 600.0
 _MAX_RESTARTS = 3
 #: Imported once by the server that workers are forked from. It never touches a GPU.
 _PRELOADED = ["torch", "flashinfer.moe_ep", "sglang.srt.autotune.megamoe.sweep_worker"]
+
+
+def preload_workers() -> None:
+    """Start the process that workers are forked from, so that its imports run beside whatever the caller does next."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    multiprocessing.forkserver.ensure_running()
 
 
 def num_workers(

@@ -19,7 +19,7 @@ from sglang.srt.autotune.megamoe.inputs import synthetic_inputs
 from sglang.srt.autotune.megamoe.kernels.base import Geometry, MegaInputs, MegaMoEKernel
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
-from sglang.srt.autotune.megamoe.sweep import sweep_reserve_bytes
+from sglang.srt.autotune.megamoe.sweep import preload_workers, sweep_reserve_bytes
 from sglang.srt.autotune.ops import MEGAMOE_OP
 from sglang.srt.environ import envs, warn_of_unknown_megamoe_variables
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU
@@ -76,24 +76,32 @@ class MegaMoERunner(MoERunner):
 
         The KV pool is sized without it, so that the workers find it when the stage runs.
         """
-        kernel = self.kernel
-        if kernel.device.type == "cpu" or not kernel.uses_workers or kernel.policy != "sweep":
+        if not self._sweeps_in_workers:
             return 0
-        _, total = torch.cuda.mem_get_info(kernel.device)
+        _, total = torch.cuda.mem_get_info(self.kernel.device)
         left_free = int(total * (1 - mem_fraction_static)) - _MARGIN_BYTES
-        return max(0, sweep_reserve_bytes(kernel) - left_free)
+        return max(0, sweep_reserve_bytes(self.kernel) - left_free)
+
+    @property
+    def _sweeps_in_workers(self) -> bool:
+        kernel = self.kernel
+        return kernel.device.type == "cuda" and kernel.uses_workers and kernel.policy == "sweep"
 
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("MegaMoE exchanges tokens itself: the layer calls `exchange_and_run`")
 
-    def take_over(self, model: nn.Module) -> None:
+    def take_over(self, model: nn.Module, *, will_tune: bool) -> None:
         """Prepare the weights of every MoE layer of `model`; each then holds the prepared tensors instead of its own.
+
+        With `will_tune` the sweep's imports start now, beside that work.
 
         Raises:
             ValueError: a size breaks the kernel's alignment rule.
         """
         from sglang.srt.layers.fused_moe import FusedMoE
 
+        if will_tune and self._sweeps_in_workers:
+            preload_workers()
         layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
         if self.name == FLASHINFER and self.kernel.geometry.rank == 0:
             logger.info("MegaMoE (%s): quantising the experts of %d layers", self.kernel.name, len(layers))
@@ -115,8 +123,9 @@ class MegaMoERunner(MoERunner):
         """Without tuned profiles: one workspace of the bootstrap capacity. Collective; before anything is captured."""
         if self.profiles.is_frozen or not self.profiles.owners:
             return
-        inputs = synthetic_inputs(1, self.kernel.geometry, self.shape.dtype, self.kernel.device)
-        self.profiles.open_ordinary(inputs)
+        with torch.inference_mode():  # as serving runs its forwards
+            inputs = synthetic_inputs(1, self.kernel.geometry, self.shape.dtype, self.kernel.device)
+            self.profiles.open_ordinary(inputs)
 
     def exchange_and_run(
         self,
