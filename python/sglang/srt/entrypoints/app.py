@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 from sglang.srt.entrypoints.api_key import RequireKey
 from sglang.srt.entrypoints.autotune_routes import add_autotune_routes
 from sglang.srt.entrypoints.disconnect import ClientGone
+from sglang.srt.entrypoints.native.routes import add_native_routes
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
 from sglang.srt.entrypoints.services import Services
@@ -26,6 +27,7 @@ def build_app(services: Services) -> ASGIApp:
     _add_error_handlers(app)
     add_status_routes(app, services)
     add_openai_routes(app, services)
+    add_native_routes(app, services)
     add_autotune_routes(app, services.status)
     key = services.server_args.api_key
     return app if key is None else RequireKey(app, key)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from sglang.srt.managers.detokenizer import IncrementalDetokenizer, StopMatcher
-from sglang.srt.managers.io_struct import FinishReason, TokenOutput
+from sglang.srt.managers.io_struct import FinishReason, TokenLogprobs, TokenOutput
 from sglang.srt.managers.tokenizer import TextTokenizer
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -21,7 +21,9 @@ class EngineError(RuntimeError):
 class Piece:
     """What sequence `index` of a generation gained. `num_tokens` counts all of its output so far.
 
-    `matched_stop` is the stop string or token id that ended it, if one did.
+    `matched_stop` is the stop string or token id that ended it, if one did. `token_ids` are the new tokens, among
+    them the one that ended it, and `logprobs` theirs where they were asked for. `prompt_logprobs` come with the first
+    piece of a sequence.
     """
 
     index: int
@@ -29,6 +31,10 @@ class Piece:
     num_tokens: int
     finish_reason: FinishReason | None = None
     matched_stop: str | int | None = None
+    token_ids: Sequence[int] = ()
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
 
 
 class SequenceState:
@@ -46,8 +52,9 @@ class SequenceState:
     ) -> None:
         self._index = index
         self._incremental = incremental
+        self._wants_output = sampling.max_new_tokens > 0
         self._num_tokens = 0
-        self._kept: list[str] = []
+        self._kept = _Kept()
         self._has_stops = bool(sampling.stop)
         decode = partial(tokenizer.decode, skip_special_tokens=sampling.skip_special_tokens)
         self._detokenizer = IncrementalDetokenizer(decode)
@@ -55,19 +62,32 @@ class SequenceState:
 
     def take(self, output: TokenOutput) -> Piece | None:
         """The piece that `output` completes, or None while there is none to give. A stop string ends the sequence."""
-        self._kept.append(self._new_text(output))
+        if not self._wants_output:
+            # It ran for its prompt's sake, and no forward is without a next token.
+            output = TokenOutput(output.rid, [], "length", prompt_logprobs=output.prompt_logprobs)
+        kept, num_before = self._kept, self._num_tokens
+        kept.text += self._new_text(output)
+        num_new = self._num_tokens - num_before
+        kept.token_ids += output.token_ids[:num_new]
+        if output.logprobs is not None:
+            kept.logprobs.extend(output.logprobs.cut(0, num_new))
+            kept.has_logprobs = True
+        kept.prompt_logprobs = output.prompt_logprobs or kept.prompt_logprobs
         matched = self._stops.matched
         finish_reason = output.finish_reason if matched is None else "stop"
-        if finish_reason is None and not (self._incremental and any(self._kept)):
+        if finish_reason is None and not (self._incremental and kept.text):
             return None
-        text = "".join(self._kept)
-        self._kept.clear()
+        self._kept = _Kept()
         return Piece(
             self._index,
-            text,
+            kept.text,
             self._num_tokens,
             finish_reason,
             output.matched_stop if matched is None else matched,
+            kept.token_ids,
+            kept.logprobs if kept.has_logprobs else None,
+            kept.prompt_logprobs,
+            output.num_cached_tokens,
         )
 
     def _new_text(self, output: TokenOutput) -> str:
@@ -88,6 +108,17 @@ class SequenceState:
         return text
 
 
+@dataclass
+class _Kept:
+    """What a sequence gained since its last piece."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=TokenLogprobs)
+    has_logprobs: bool = False
+    prompt_logprobs: TokenLogprobs | None = None
+
+
 class Generation:
     """An async context manager over the pieces of one or more sequences.
 
@@ -95,15 +126,15 @@ class Generation:
     that fails and a task that is cancelled free the engine alike.
     """
 
-    def __init__(self, prompt_lens: list[int], num_unfinished: int, abort: Callable[[], None]) -> None:
-        self.prompt_lens = prompt_lens
+    def __init__(self, prompt_ids: list[list[int]], num_unfinished: int, abort: Callable[[], None]) -> None:
+        self.prompt_ids = prompt_ids
         self._num_unfinished = num_unfinished
         self._abort = abort
         self._pieces: asyncio.Queue[Piece | EngineError] = asyncio.Queue()
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(self.prompt_lens)
+        return sum(len(ids) for ids in self.prompt_ids)
 
     def put(self, piece: Piece | EngineError) -> None:
         self._pieces.put_nowait(piece)

@@ -16,6 +16,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class LogprobParams(msgspec.Struct, omit_defaults=True):
+    """Log-probabilities that a request wants of its output tokens, and of prompt tokens from `prompt_start` on.
+
+    `num_top` most likely tokens are told beside each token; `prompt_start` None leaves the prompt out.
+    """
+
+    num_top: int = 0
+    prompt_start: int | None = None
+
+
 class TokenizedRequest(msgspec.Struct, tag="request"):
     """One sequence to generate. Without `incremental` its tokens are sent once, when it finishes.
 
@@ -27,6 +37,7 @@ class TokenizedRequest(msgspec.Struct, tag="request"):
     sampling: SamplingParams
     incremental: bool = False
     replica: int = 0
+    logprobs: LogprobParams | None = None
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -48,11 +59,31 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 MainMessage = TokenizedRequest | AbortRequest | GetInternalState | Shutdown
 
 
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural log-probabilities of consecutive tokens, from the model's logits before anything changes them.
+
+    `values[i]` is None for a token that nothing comes before. `top[i]` holds (token id, log-probability) pairs of the
+    most likely tokens at its place, best first; it is empty when none were asked for.
+    """
+
+    values: list[float | None] = msgspec.field(default_factory=list)
+    top: list[list[tuple[int, float]]] = msgspec.field(default_factory=list)
+
+    def extend(self, more: TokenLogprobs) -> None:
+        self.values += more.values
+        self.top += more.top
+
+    def cut(self, start: int, stop: int | None = None) -> TokenLogprobs:
+        """Those of tokens `start` to `stop`."""
+        return TokenLogprobs(self.values[start:stop], self.top[start:stop])
+
+
 class TokenOutput(msgspec.Struct, array_like=True):
     """What one request gained since its last output. `finish_reason` is None while it goes on.
 
     `matched_stop` is the token id that ended it, which is the last of `token_ids`, or None. `message` says why a
-    request was aborted by the worker.
+    request was aborted by the worker. `logprobs` are those of `token_ids`; `prompt_logprobs` come with the first
+    output. `num_cached_tokens` counts prompt tokens that were found in the prefix cache.
     """
 
     rid: str
@@ -60,6 +91,9 @@ class TokenOutput(msgspec.Struct, array_like=True):
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
     message: str | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
 
 
 class BatchTokenOutput(msgspec.Struct, tag="tokens"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +27,7 @@ from sglang.srt.managers.io_struct import (
     BatchTokenOutput,
     GetInternalState,
     InternalState,
+    LogprobParams,
     MainMessage,
     Shutdown,
     TokenizedRequest,
@@ -82,6 +85,8 @@ class TokenizerManager:
         self._states: dict[int, asyncio.Queue[InternalState]] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
+        self.last_output_s = -math.inf
+        """When a worker last sent tokens, on the monotonic clock."""
 
     def set_tokenizer(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -102,6 +107,7 @@ class TokenizerManager:
             message = decoder.decode(await self._pull.recv())
             match message:
                 case BatchTokenOutput(outputs=outputs):
+                    self.last_output_s = time.monotonic()
                     for output in outputs:
                         self._route(output)
                 case InternalState(ticket=ticket):
@@ -111,33 +117,55 @@ class TokenizerManager:
                     self._on_startup_message(message)
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, n: int = 1, incremental: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        n: int = 1,
+        incremental: bool = False,
+        logprobs: LogprobParams | None | Sequence[LogprobParams | None] = None,
     ) -> Generation:
         """Start `n` sequences for each prompt; sequence `p * n + i` is the i-th of prompt p.
 
-        Without `incremental` each sequence gives one piece, when it ends. A seed is counted up over the `n` sequences
-        of a prompt. Raises `ValueError` for parameters out of range and prompts that can never be served.
+        `sampling` and `logprobs` are for all prompts, or one for each. Without `incremental` each sequence gives one
+        piece, when it ends. A seed is counted up over the `n` sequences of a prompt. Raises `ValueError` for
+        parameters out of range and prompts that can never be served.
         """
-        sampling.check()
+        samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        logprobs_of = logprobs if isinstance(logprobs, Sequence) else [logprobs] * len(prompts)
+        for params in samplings:
+            params.check()
         token_ids = [self._token_ids(prompt) for prompt in prompts]
         rids = [f"{next(self._numbers):x}" for _ in range(len(token_ids) * n)]
-        generation = Generation([len(ids) for ids in token_ids], len(rids), lambda: self._abort(rids))
+        generation = Generation(token_ids, len(rids), lambda: self._abort(rids))
+        for index, rid in enumerate(rids):
+            prompt, copy = divmod(index, n)
+            params = self._seeded(samplings[prompt], copy)
+            self._start(generation, index, rid, token_ids[prompt], params, incremental, logprobs_of[prompt])
+        return generation
+
+    def _start(
+        self,
+        generation: Generation,
+        index: int,
+        rid: str,
+        ids: list[int],
+        sampling: SamplingParams,
+        incremental: bool,
+        logprobs: LogprobParams | None,
+    ) -> None:
+        if sampling.max_new_tokens == 0 and (logprobs is None or logprobs.prompt_start is None):
+            generation.put(Piece(index, "", 0, "length"))
+            return
+        assert self._tokenizer is not None
+        self._routes[rid] = generation, SequenceState(index, sampling, self._tokenizer, incremental)
+        if self._observer is not None:
+            self._observer.started(rid, len(ids))
         # Stop strings end a sequence here, so its text must be known as it grows; an observer wants its times.
         sends_each_token = incremental or bool(sampling.stop) or self._observer is not None
-        for index, rid in enumerate(rids):
-            ids, copy = token_ids[index // n], index % n
-            if sampling.max_new_tokens == 0:
-                generation.put(Piece(index, "", 0, "length"))
-                continue
-            assert self._tokenizer is not None
-            state = SequenceState(index, sampling, self._tokenizer, incremental)
-            self._routes[rid] = generation, state
-            if self._observer is not None:
-                self._observer.started(rid, len(ids))
-            num_tokens = min(len(ids) + sampling.max_new_tokens, self._max_total_tokens)
-            replica = self._dispatcher.assign(rid, num_tokens)
-            self._send(TokenizedRequest(rid, ids, self._seeded(sampling, copy), sends_each_token, replica))
-        return generation
+        sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, sampling.max_new_tokens))
+        num_tokens = min(len(ids) + sampling.max_new_tokens, self._max_total_tokens)
+        replica = self._dispatcher.assign(rid, num_tokens)
+        self._send(TokenizedRequest(rid, ids, sampling, sends_each_token, replica, logprobs))
 
     @property
     def max_total_tokens(self) -> int:
@@ -149,9 +177,9 @@ class TokenizerManager:
         assert self._tokenizer is not None
         return self._tokenizer.encode_chat(messages, arguments)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         assert self._tokenizer is not None
-        return self._tokenizer.decode(token_ids)
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
 
     async def internal_states(self, timeout_s: float) -> list[InternalState]:
         """The counts of each attention-DP replica's scheduler now; none when they do not answer within `timeout_s`."""

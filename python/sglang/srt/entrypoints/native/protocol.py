@@ -1,0 +1,161 @@
+"""The body of `/generate`, SGLang's own endpoint: what is accepted.
+
+A batch is a list of prompts; parameters are then one for all of them, or a list with one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from sglang.srt.entrypoints.openai.body import Unbuilt, or_default, parse_fields
+from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES
+from sglang.srt.managers.tokenizer_manager import Prompt
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+
+T = TypeVar("T")
+
+GENERATE_UNBUILT: Unbuilt = {
+    "audio_data": (None, []),
+    "custom_logit_processor": (None,),
+    "data_parallel_rank": (None,),
+    "image_data": (None, []),
+    "input_embeds": (None,),
+    "logprob_start_len": (None, -1),
+    "lora_path": (None,),
+    "return_hidden_states": (None, False),
+    "return_logprob": (None, False),
+    "return_routed_experts": (None, False),
+    "routed_dp_rank": (None,),
+    "session_params": (None,),
+    "token_ids_logprob": (None,),
+    "top_logprobs_num": (None, 0),
+    "video_data": (None, []),
+}
+
+SAMPLING_UNBUILT: Unbuilt = {
+    "custom_params": (None,),
+    "ebnf": (None,),
+    "frequency_penalty": (None, 0),
+    "json_schema": (None,),
+    "logit_bias": (None, {}),
+    "min_new_tokens": (None, 0),
+    "no_stop_trim": (None, False),
+    "presence_penalty": (None, 0),
+    "regex": (None,),
+    "repetition_penalty": (None, 1),
+    "spaces_between_special_tokens": (None, True),
+    "stop_regex": (None, [], ""),
+    "stream_interval": (None,),
+    "structural_tag": (None,),
+}
+
+
+class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`sampling_params`. A null is the default, save for `max_new_tokens`, where it is no limit."""
+
+    max_new_tokens: int | None = 128
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    def sampling(self, max_total_tokens: int) -> SamplingParams:
+        """The sampling parameters. Raises `ApiError` when one is out of range."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        sampling = SamplingParams(
+            max_new_tokens=or_default(self.max_new_tokens, max_total_tokens),
+            temperature=or_default(self.temperature, 1.0),
+            top_p=or_default(self.top_p, 1.0),
+            top_k=or_default(self.top_k, TOP_K_ALL),
+            min_p=or_default(self.min_p, 0.0),
+            seed=self.sampling_seed if self.sampling_seed is not None else self.seed,
+            stop=[text for text in stop or [] if text],
+            stop_token_ids=self.stop_token_ids or [],
+            ignore_eos=bool(self.ignore_eos),
+            skip_special_tokens=or_default(self.skip_special_tokens, True),
+        )
+        try:
+            sampling.check()
+        except ValueError as error:
+            raise ApiError(400, str(error), param=str(error).split()[0]) from None
+        return sampling
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """The fields of `/generate` that have an effect."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: str | list[str] | None = None
+    stream: bool | None = None
+
+    @property
+    def prompt_name(self) -> str:
+        return "input_ids" if self.text is None else "text"
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the answer is a list, even when it holds one output."""
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(self.input_ids[0], list)  # type: ignore[index]
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts; raises `ApiError` unless exactly one of `text` and `input_ids` gives some."""
+        if (self.text is None) == (self.input_ids is None):
+            raise ApiError(400, "give either text or input_ids", param="text")
+        given = self.text if self.text is not None else self.input_ids
+        if not given:
+            raise ApiError(400, f"{self.prompt_name} must not be empty", param=self.prompt_name)
+        if isinstance(given, str):
+            return [given]
+        if len({isinstance(item, list) for item in given}) > 1:
+            raise ApiError(400, "input_ids must be token ids, or lists of token ids", param="input_ids")
+        return given if self.is_batch else [given]  # type: ignore[list-item, return-value]
+
+    def samplings(self, num_prompts: int, max_total_tokens: int) -> tuple[list[SamplingParams], int]:
+        """The sampling parameters of each prompt, and the copies of every one. Raises `ApiError` for a wrong one."""
+        given = _for_each("sampling_params", or_default(self.sampling_params, {}), num_prompts)
+        parsed = [parse_fields(fields, NativeSampling, SAMPLING_UNBUILT) for fields in given]
+        copies = {or_default(params.n, 1) for params in parsed}
+        if len(copies) > 1:
+            raise ApiError(400, "n must be the same for all prompts of a batch", param="n")
+        num_copies = copies.pop()
+        if num_copies < 1:
+            raise ApiError(400, f"n must be at least 1, got {num_copies}", param="n")
+        if num_prompts * num_copies > MAX_SEQUENCES:
+            raise ApiError(
+                400,
+                f"{num_prompts} prompts times n = {num_copies} are more than {MAX_SEQUENCES} sequences",
+                param="n",
+            )
+        return [params.sampling(max_total_tokens) for params in parsed], num_copies
+
+    def ids(self, num_prompts: int) -> list[str] | None:
+        """The names that the client gave its requests, if it did."""
+        return None if self.rid is None else _for_each("rid", self.rid, num_prompts)
+
+
+def _for_each(name: str, value: T | list[T], num_prompts: int) -> list[T]:
+    """One value for each prompt, from a list of them or from one for all."""
+    if not isinstance(value, list):
+        return [value] * num_prompts
+    return list(_checked_length(name, value, num_prompts))
+
+
+def _checked_length(name: str, values: Sequence[T], num_prompts: int) -> Sequence[T]:
+    if len(values) != num_prompts:
+        raise ApiError(400, f"{name} has {len(values)} entries for {num_prompts} prompts", param=name)
+    return values
