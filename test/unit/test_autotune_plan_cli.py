@@ -118,6 +118,7 @@ def test_gpu_models_are_known_by_short_and_by_driver_names():
     assert gpu_named("rtx-pro-6000").sm == "sm120"
     assert gpu_named("NVIDIA GB200").capability == (10, 0)
     assert gpu_named("NVIDIA H100 PCIe").device_name == "NVIDIA H100 PCIe"
+    assert (gpu_named("NVIDIA H200 NVL").name, gpu_named("NVIDIA H20-3e").name) == ("H200", "H20")
     assert gpu_named("b300").memory_gib > gpu_named("B200").memory_gib
 
 

@@ -115,7 +115,7 @@ def _driver_name() -> str | None:
 
 
 def _by_device_name(device_name: str) -> GpuModel | None:
-    """The longest pattern that fits, so that GB200 is not taken for B200."""
+    """The longest pattern that fits, so that an H200 is not taken for an H20."""
     fitting = [gpu for gpu in _GPUS if fnmatch.fnmatchcase(device_name, gpu.pattern)]
     if not fitting:
         return None
