@@ -16,8 +16,18 @@ from sglang.srt.autotune.bench import load, moe, outputs, tables
 from sglang.srt.autotune.bench.bounds import Bounds, moe_work
 from sglang.srt.autotune.bench.drive import Driver, build_runner
 from sglang.srt.autotune.bench.engine import EngineLoad, measure_engine
-from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, shape_of, write_config, write_tokenizer
+from sglang.srt.autotune.bench.geometry import (
+    GEOMETRIES,
+    GPT_OSS_20B,
+    QWEN3_30B_A3B,
+    shape_of,
+    write_config,
+    write_tokenizer,
+)
 from sglang.srt.autotune.bench.results import ResultFolder
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import ParallelState
+from sglang.srt.layers.fused_moe import moe_shape
 from sglang.srt.server_args import ServerArgs
 
 CPU = torch.device("cpu")
@@ -69,6 +79,30 @@ def test_only_the_weights_of_touched_experts_count():
     touched, num_bytes, flops = moe_work(shape, ids)
     expert = 3 * 768 * 2048
     assert (touched, num_bytes, flops) == (9, 9 * expert * 2, 2 * 8 * 2 * expert)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_a_geometry_is_one_that_the_engine_reads(tmp_path, name):
+    config = ModelConfig.from_path(str(write_config(tmp_path, GEOMETRIES[name])))
+    shape = shape_of(GEOMETRIES[name], 8192)
+    assert shape == moe_shape(config, ParallelState.single(), torch.bfloat16, 8192)
+    assert shape.has_bias == (name == "gpt-oss-20b")
+
+
+def test_the_results_of_two_geometries_lie_apart(tmp_path):
+    paths = {
+        bench.results_of(bench.parser().parse_args(["--out", str(tmp_path), "--geometry", name]))
+        for name in GEOMETRIES
+    }
+    assert paths == {tmp_path, tmp_path / "gpt-oss-20b"}
+
+
+def test_piece_moe_measures_the_experts_of_gpt_oss():
+    changes = {name: TINY[name] for name in TINY if GPT_OSS_20B.get(name, TINY[name]) != TINY[name]}
+    kept = ("architectures", "model_type", "attention_bias", "rope_theta", "rms_norm_eps")
+    config = {**GPT_OSS_20B, **{name: value for name, value in changes.items() if name not in kept}}
+    result = moe.measure_moe(config, 4, CPU, "reference", repeats=2)
+    assert all(row["fallbacks"] == 0 and row["winners"] for row in result["rows"])
 
 
 def test_piece_moe_measures_each_runner_at_every_power_of_two():

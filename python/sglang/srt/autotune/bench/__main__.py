@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from sglang.srt.autotune.bench.geometry import GEOMETRIES, WIDE_SHARE, write_config
 from sglang.srt.autotune.bench.results import ResultFolder
 from sglang.srt.autotune.bench.tables import TABLES, document_tables
 from sglang.srt.managers.worker_environment import prepare_environment
@@ -28,6 +29,8 @@ POLL_S = 0.5
 
 MAX_NUM_TOKENS = 8192
 BATCH_SIZES = [1, 8, 64, 256]
+#: Those of the first published comparison of a tuned start with an untuned one, which was on gpt-oss.
+CONCURRENCIES = {"gpt-oss-20b": [64, 256, 512]}
 EDGES = [1, 8, 64, 1023, 1024, 1025, 2001]
 
 logger = logging.getLogger("bench")
@@ -50,7 +53,15 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--again", action="store_true", help="Run pieces that are done already, too.")
     result.add_argument("--show", action="store_true", help="Print the tables of DIR and run nothing.")
-    result.add_argument("--layers", type=int, default=48, help="Layers of the engine's model. Default: 48.")
+    result.add_argument(
+        "--geometry",
+        choices=list(GEOMETRIES),
+        default=next(iter(GEOMETRIES)),
+        help="The model of every piece but moe-wide. Default: %(default)s.",
+    )
+    result.add_argument(
+        "--layers", type=int, help="Layers of the engine's model. Default: those of the geometry."
+    )
     result.add_argument(
         "--requests-per-client",
         type=int,
@@ -65,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 when all asked pieces are done, 1 when a piece or the machine failed, 128 + n after signal n."""
     args = parser().parse_args(argv)
     setup_logging()
-    folder = ResultFolder(args.out)
+    folder = ResultFolder(results_of(args))
     if not args.show:
         problem = missing_gpu()
         if problem:
@@ -83,6 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if document is not None:
             print(document_tables(document), flush=True)
     return 1 if failed else 0
+
+
+def results_of(args: argparse.Namespace) -> Path:
+    """DIR for the default geometry, a folder in it for another: a piece that is done for one is not for the other."""
+    return args.out if args.geometry == next(iter(GEOMETRIES)) else args.out / args.geometry
 
 
 def missing_gpu() -> str | None:
@@ -105,7 +121,9 @@ def run_pieces(args: argparse.Namespace, folder: ResultFolder) -> list[str]:
             logger.info("%s is done already (--again repeats it)", piece)
             continue
         command = [sys.executable, "-m", MODULE, "--in-process", "--out", str(args.out), "--pieces", piece]
-        command += ["--layers", str(args.layers), "--requests-per-client", str(args.requests_per_client)]
+        command += ["--geometry", args.geometry, "--requests-per-client", str(args.requests_per_client)]
+        if args.layers is not None:
+            command += ["--layers", str(args.layers)]
         environment = dict(os.environ)
         prepare_environment(environment)
         code = _run_child(command, environment)
@@ -162,6 +180,12 @@ def _device() -> Any:
     return torch.device("cuda", 0)
 
 
+def _model(args: argparse.Namespace) -> dict[str, Any]:
+    """The chosen geometry, cut to the layers that were asked for."""
+    config = GEOMETRIES[args.geometry]
+    return config if args.layers is None else {**config, "num_hidden_layers": args.layers}
+
+
 def _bounds(args: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.autotune.bench.bounds import measure_bounds
 
@@ -169,14 +193,12 @@ def _bounds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _moe(args: argparse.Namespace) -> dict[str, Any]:
-    from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B
     from sglang.srt.autotune.bench.moe import measure_moe
 
-    return measure_moe(QWEN3_30B_A3B, MAX_NUM_TOKENS, _device(), "flashinfer_cutlass")
+    return measure_moe(_model(args), MAX_NUM_TOKENS, _device(), "flashinfer_cutlass")
 
 
 def _moe_wide(args: argparse.Namespace) -> dict[str, Any]:
-    from sglang.srt.autotune.bench.geometry import WIDE_SHARE
     from sglang.srt.autotune.bench.moe import measure_moe
 
     return measure_moe(WIDE_SHARE, MAX_NUM_TOKENS, _device(), "flashinfer_cutlass")
@@ -184,20 +206,18 @@ def _moe_wide(args: argparse.Namespace) -> dict[str, Any]:
 
 def _dense(args: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.autotune.bench.dense import measure_dense
-    from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B
 
-    return measure_dense(QWEN3_30B_A3B, BATCH_SIZES, _device())
+    return measure_dense(_model(args), BATCH_SIZES, _device())
 
 
 def _engine(args: argparse.Namespace) -> dict[str, Any]:
     import tempfile
 
     from sglang.srt.autotune.bench.engine import EngineLoad, measure_engine
-    from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, write_config
     from sglang.srt.server_args import ServerArgs
 
     with tempfile.TemporaryDirectory(prefix="sglang-bench-") as scratch:
-        model = write_config(Path(scratch, "model"), QWEN3_30B_A3B, num_hidden_layers=args.layers)
+        model = write_config(Path(scratch, "model"), _model(args))
         server_args = ServerArgs(
             model_path=str(model),
             load_format="dummy",
@@ -208,34 +228,35 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
             cuda_graph_bs_decode=BATCH_SIZES,
         )
         result = measure_engine(server_args, EngineLoad(decode_batch_sizes=BATCH_SIZES), Path(scratch))
-    return {**result, "layers": args.layers}
+    return {**result, "layers": _model(args)["num_hidden_layers"]}
 
 
 def _serving(args: argparse.Namespace) -> dict[str, Any]:
-    from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B
     from sglang.srt.autotune.bench.serving import measure_serving
 
+    concurrencies = CONCURRENCIES.get(args.geometry, [1, 16, 64, 256])
     return measure_serving(
-        {**QWEN3_30B_A3B, "num_hidden_layers": args.layers},
-        [1, 16, 64, 256],
+        _model(args),
+        concurrencies,
+        flags=["--max-running-requests", str(max(concurrencies))],
         requests_per_client=args.requests_per_client,
-        log_folder=args.out,
+        log_folder=results_of(args),
     )
 
 
 def _outputs(args: argparse.Namespace) -> dict[str, Any]:
-    from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B
     from sglang.srt.autotune.bench.outputs import measure_outputs
 
+    config = _model(args)
     return measure_outputs(
-        QWEN3_30B_A3B,
+        config,
         MAX_NUM_TOKENS,
         EDGES,
         [1023, 1024, 1025],
         _device(),
         "flashinfer_cutlass",
         {"max_running_requests": 16, "chunked_prefill_size": MAX_NUM_TOKENS, "max_total_tokens": 16384},
-        num_layers=min(4, args.layers),
+        num_layers=min(4, config["num_hidden_layers"]),
     )
 
 

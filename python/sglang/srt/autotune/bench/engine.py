@@ -164,16 +164,18 @@ class Forwards:
         attention = config.hidden_size * config.head_dim * (heads + config.num_attention_heads)
         head = config.hidden_size * config.vocab_size
         layers, num_tokens = config.num_hidden_layers, batch.num_tokens
+        windows = [config.window_of(layer) or config.context_length for layer in range(layers)]
         router = config.hidden_size * config.num_experts
         kv_row = config.num_key_value_heads * config.head_dim * runner.kv_pool.dtype.itemsize * 2
         num_bytes = size * (sum(touched) * expert + layers * (attention + router) + head)
-        num_bytes += layers * kv_row * sum(batch.seq_lens_cpu)
+        num_bytes += kv_row * sum(min(length, w) for length in batch.seq_lens_cpu for w in windows)
         per_token = layers * (attention + router + config.num_experts_per_tok * expert)
         flops = 2 * (num_tokens * per_token + batch.batch_size * head)
         new = batch.extend_seq_lens_cpu or [1] * batch.batch_size
         # Each new token attends to all before it: on average half of the new ones, and all older ones.
-        pairs = sum(n * (total - n / 2) for n, total in zip(new, batch.seq_lens_cpu, strict=True))
-        flops += int(4 * pairs * layers * config.num_attention_heads * config.head_dim)
+        lengths = list(zip(new, batch.seq_lens_cpu, strict=True))
+        pairs = sum(n * min(total - n / 2, w) for n, total in lengths for w in windows)
+        flops += int(4 * pairs * config.num_attention_heads * config.head_dim)
         return num_bytes, flops
 
 

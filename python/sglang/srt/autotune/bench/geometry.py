@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import MoEShape
 
 #: Qwen3-30B-A3B as published, without its tokenizer's end-of-text tokens: random weights must not stop early.
@@ -45,6 +46,42 @@ WIDE_SHARE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 
+#: gpt-oss-20b as published, in BF16.
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "moe_intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "hidden_act": "silu",
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+GEOMETRIES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "gpt-oss-20b": GPT_OSS_20B}
+
 
 def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
     """A model folder with config.json alone, which `--load-format dummy` fills."""
@@ -55,6 +92,7 @@ def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
 
 def shape_of(config: dict[str, Any], max_num_tokens: int) -> MoEShape:
     """The MoE of one layer, whole, on one GPU."""
+    is_gpt_oss = config["model_type"] == "gpt_oss"
     return MoEShape(
         hidden_size=config["hidden_size"],
         intermediate_size=config["moe_intermediate_size"],
@@ -63,6 +101,10 @@ def shape_of(config: dict[str, Any], max_num_tokens: int) -> MoEShape:
         top_k=config["num_experts_per_tok"],
         dtype=getattr(torch, config["torch_dtype"]),
         max_num_tokens=max_num_tokens,
+        activation=MoEActivation(config["swiglu_alpha"], 1.0, config["swiglu_limit"])
+        if is_gpt_oss
+        else PLAIN_SWIGLU,
+        has_bias=is_gpt_oss,
     )
 
 
