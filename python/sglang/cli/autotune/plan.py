@@ -103,7 +103,7 @@ def lines(preview: Preview) -> Iterator[str]:
     yield f"device    {gpu} ({device['sm']}), MoE kernels {device['moe_runner_backend']}"
     yield f"ops       {', '.join(preview.ops) or 'none that can be tuned'}"
     for note in preview.notes:
-        yield f"note      {note}"
+        yield from _wrapped("note      ", note)
     yield ""
     yield from _limit_lines(preview.plan.limits)
     yield ""
@@ -114,7 +114,7 @@ def lines(preview: Preview) -> Iterator[str]:
     yield from _seed_lines(preview)
     yield ""
     seconds = preview.estimate["seconds"]
-    yield f"time      about {seconds:.0f} s: {preview.estimate['basis']}"
+    yield from _wrapped("time      ", f"about {seconds:.0f} s: {preview.estimate['basis']}")
 
 
 def _limit_lines(limits: Limits) -> Iterator[str]:
@@ -164,12 +164,11 @@ def _record_lines(preview: Preview) -> Iterator[str]:
         return
     if records.directory is None:
         yield f"  none found under {records.parent}/"
-        yield (
-            f"  the directory's name also depends on {', '.join(records.unknown_here)}: unknown here, "
-            "since they are read from the libraries that a start on the GPU loads"
-            if records.unknown_here
-            else "  the directory's name also depends on the GPU's exact variant: unknown here"
-        )
+        reason = "the GPU's exact variant: unknown here"
+        if records.unknown_here:
+            fields = ", ".join(records.unknown_here)
+            reason = f"{fields}: unknown here, since they are read from the libraries that a start on the GPU loads"
+        yield from _wrapped("  ", f"the directory's name also depends on {reason}")
     else:
         yield f"  {records.directory}/"
         for rank in records.ranks:
@@ -203,7 +202,8 @@ def _seed_lines(preview: Preview) -> Iterator[str]:
         yield f"    holds {seed['num_records']} record(s) of {', '.join(seed['ops'])} at {buckets} tokens"
         if not seed["asked_for"]:
             yield f"    {preview.device['moe_runner_backend']} asks for no op of it"
-        yield from (f"    {reason}" for reason in seed["reasons"])
+        for reason in seed["reasons"]:
+            yield from _wrapped("    ", reason)
 
 
 def _wrapped(head: str, text: str, width: int = 100) -> Iterator[str]:
