@@ -139,6 +139,10 @@ class ServerArgs:
         minimum=1,
     )
 
+    disable_radix_cache: bool = flag(
+        False, "Compute every prompt whole, even where it begins like an earlier one.", group=CAPACITY, parse=None
+    )
+
     device: str = flag(
         "auto",
         "Where the model runs; auto is cuda when a GPU is there, else cpu.",
@@ -467,6 +471,13 @@ class ServerArgs:
     def uses_megamoe(self) -> bool:
         """Whether experts and exchange are one kernel, so that tokens stay on their ranks."""
         return self.megamoe_backend is not None
+
+    @property
+    def uses_radix_cache(self) -> bool:
+        """Whether prefixes are reused. Not in deterministic runs: a prompt without its beginning is another forward,
+        which rounds differently.
+        """
+        return not self.disable_radix_cache and not self.enable_deterministic_inference
 
     @property
     def uses_builtin_model(self) -> bool:

@@ -37,7 +37,6 @@ WARNED: dict[str, str] = {
     "--disable-outlines-disk-cache": NONE,
     "--disable-overlap-schedule": NONE,
     "--disable-piecewise-cuda-graph": NONE,
-    "--disable-radix-cache": NONE,
     "--download-dir": ONE,
     "--enable-cache-report": NONE,
     "--enable-cudagraph-gc": NONE,

@@ -52,11 +52,17 @@ class GetInternalState(msgspec.Struct, tag="get_state"):
     ticket: int
 
 
+class FlushCache(msgspec.Struct, tag="flush"):
+    """Asks every attention-DP replica to empty its prefix cache, which it does if it has no requests."""
+
+    ticket: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Leave the scheduler loop; what is still running is dropped."""
 
 
-MainMessage = TokenizedRequest | AbortRequest | GetInternalState | Shutdown
+MainMessage = TokenizedRequest | AbortRequest | GetInternalState | FlushCache | Shutdown
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -114,6 +120,14 @@ class InternalState(msgspec.Struct, tag="state", kw_only=True):
     num_retractions: int
 
 
+class CacheFlushed(msgspec.Struct, tag="flushed", kw_only=True):
+    """The answer of one replica to `FlushCache`; `is_done` is False when requests kept it from doing so."""
+
+    ticket: int
+    replica: int = 0
+    is_done: bool
+
+
 class StartupProgress(msgspec.Struct, tag="progress"):
     """A worker entered a stage of its start (`stage`), or got further in it (`detail`, the stage's own words)."""
 
@@ -140,4 +154,4 @@ class Fatal(msgspec.Struct, tag="fatal"):
     lost_peer: bool = False
 
 
-WorkerMessage = BatchTokenOutput | InternalState | StartupProgress | Ready | Fatal
+WorkerMessage = BatchTokenOutput | InternalState | CacheFlushed | StartupProgress | Ready | Fatal

@@ -16,7 +16,13 @@ import msgspec
 import torch
 
 from sglang.srt.distributed.parallel_state import ParallelState
-from sglang.srt.managers.io_struct import InternalState, MainMessage, TokenizedRequest, WorkerMessage
+from sglang.srt.managers.io_struct import (
+    CacheFlushed,
+    InternalState,
+    MainMessage,
+    TokenizedRequest,
+    WorkerMessage,
+)
 from sglang.srt.managers.ipc import WorkerChannel
 from sglang.srt.managers.scheduler import Load
 
@@ -57,7 +63,7 @@ class RankSync:
         """Send to the main process, once for the ranks of a replica; other replicas' words go with `share_load`."""
         if not self._speaks:
             return
-        if isinstance(message, InternalState):
+        if isinstance(message, InternalState | CacheFlushed):
             message.replica = self._replicas.rank
         if self._world.is_first:
             self._channel.send(message)

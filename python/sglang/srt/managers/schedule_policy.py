@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from sglang.srt.managers.schedule_batch import Req
 
@@ -53,6 +54,18 @@ class NewTokenRatio:
         )
 
 
+class Prefixes(Protocol):
+    """Where requests find the beginnings of their prompts computed already."""
+
+    def claim(self, req: Req) -> int:
+        """Take what there is for `req`, so that less of it must be computed. Gives how many slots become unavailable
+        thereby.
+        """
+        ...
+
+    def unclaim(self, req: Req) -> None: ...
+
+
 def pick_prefill(
     unfinished: Req | None,
     waiting: Sequence[Req],
@@ -60,13 +73,15 @@ def pick_prefill(
     num_available_tokens: int,
     limits: PrefillLimits,
     ratio: NewTokenRatio,
+    prefixes: Prefixes,
     elsewhere: Sequence[Req] = (),
 ) -> list[tuple[Req, int]]:
     """The next prefill forward, as requests with the number of their tokens it takes; empty when none fits.
 
     `unfinished` is the request whose prompt an earlier forward began. It goes first, and room for all of its prompt
-    was set aside when it was started. Requests of `waiting` are taken in order, up to the first that does not fit.
-    `elsewhere` holds the requests of other micro-batches, which share the memory but not the forward.
+    was set aside when it was started. Requests of `waiting` are taken in order, up to the first that does not fit;
+    those taken keep what `prefixes` has for them. `elsewhere` holds the requests of other micro-batches, which share
+    the memory but not the forward.
     """
     picked: list[tuple[Req, int]] = []
     if unfinished is None and not waiting:
@@ -85,14 +100,15 @@ def pick_prefill(
         if num_new < unfinished.num_to_extend:
             return picked
     for req in waiting:
-        num_new = req.num_to_extend
         is_alone = not running and not picked and not elsewhere
         if len(running) + len(picked) >= limits.max_running_requests or budget == 0:
             break
+        room -= prefixes.claim(req)
+        num_new = req.num_to_extend
         # A request that is alone always fits: it was refused on arrival if the pool cannot hold it.
-        if not is_alone and num_new + ratio.reserved_tokens([req]) > room:
-            break
-        if num_new > budget and picked and not limits.chunked:
+        fits = is_alone or num_new + ratio.reserved_tokens([req]) <= room
+        if not fits or (num_new > budget and picked and not limits.chunked):
+            prefixes.unclaim(req)
             break
         picked.append((req, min(num_new, budget)))
         budget -= picked[-1][1]
@@ -105,19 +121,3 @@ def fair_share(num_places: int, num_requests: int, limits: PrefillLimits) -> Pre
     share = -(-num_requests // num_places)
     most = max(1, min(share, limits.max_running_requests // num_places))
     return replace(limits, max_running_requests=most)
-
-
-def pick_retracted(
-    running: Sequence[Req], num_available_tokens: int, elsewhere: Sequence[Req] = ()
-) -> list[Req]:
-    """The requests to put back, latest first, so that each of the others can get one more token.
-
-    One that is alone always fits; the last of `running` may have to make room for those `elsewhere`.
-    """
-    retracted: list[Req] = []
-    for req in reversed(running if elsewhere else running[1:]):
-        if num_available_tokens >= len(running) - len(retracted):
-            break
-        retracted.append(req)
-        num_available_tokens += req.num_cached
-    return retracted

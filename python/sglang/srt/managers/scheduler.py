@@ -20,6 +20,8 @@ import torch
 from sglang.srt.managers.io_struct import (
     AbortRequest,
     BatchTokenOutput,
+    CacheFlushed,
+    FlushCache,
     GetInternalState,
     InternalState,
     MainMessage,
@@ -28,13 +30,13 @@ from sglang.srt.managers.io_struct import (
     TokenOutput,
     WorkerMessage,
 )
-from sglang.srt.managers.schedule_batch import Batch, Req, RequestMemory
+from sglang.srt.managers.request_memory import RequestMemory
+from sglang.srt.managers.schedule_batch import Batch, Req
 from sglang.srt.managers.schedule_policy import (
     NewTokenRatio,
     PrefillLimits,
     fair_share,
     pick_prefill,
-    pick_retracted,
 )
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
@@ -143,6 +145,10 @@ class Scheduler:
                     self._abort(rid)
                 case GetInternalState(ticket=ticket):
                     self._send(self._internal_state(ticket))
+                case FlushCache(ticket=ticket):
+                    if self.is_idle:
+                        self._memory.flush()
+                    self._send(CacheFlushed(ticket=ticket, is_done=self.is_idle))
                 case Shutdown():
                     self._is_stopping = True
 
@@ -179,6 +185,7 @@ class Scheduler:
         forward_batch.global_num_tokens = global_num_tokens
         micro_batch.in_flight = batch, self._executor.launch(forward_batch, batch.reqs)
         if batch.mode is ForwardMode.EXTEND:
+            self._memory.publish(batch.reqs)
             micro_batch.running += [req for req in batch.reqs if req.num_to_extend == 0]
 
     def _drain(self) -> None:
@@ -238,6 +245,7 @@ class Scheduler:
             self._memory.num_available,
             limits,
             self._ratio,
+            self._memory,
             elsewhere,
         )
         if not picked:
@@ -253,15 +261,20 @@ class Scheduler:
         running = micro_batch.running
         if not running:
             return None
-        for req in pick_retracted(running, self._memory.num_available, self._elsewhere(micro_batch)):
-            self._memory.release(req)
-            running.remove(req)
-            self._waiting.appendleft(req)
-            self._num_retractions += 1
-            self._ratio.after_retraction()
-            logger.info("KV pool is full: request %s waits again, %d run", req.rid, len(running))
+        # One request that is alone always fits; with others elsewhere the last one may have to make room for them.
+        num_kept = 0 if self._elsewhere(micro_batch) else 1
+        while len(running) > num_kept and self._memory.num_available < len(running):
+            self._retract(running.pop())
+            logger.info("KV pool is full: request %s waits again, %d run", self._waiting[0].rid, len(running))
         self._ratio.after_decode()
         return Batch(ForwardMode.DECODE, list(running), [1] * len(running)) if running else None
+
+    def _retract(self, req: Req) -> None:
+        """Put `req` back in front of those that wait."""
+        self._memory.release(req)
+        self._waiting.appendleft(req)
+        self._num_retractions += 1
+        self._ratio.after_retraction()
 
     def _take_tokens(self, micro_batch: MicroBatch) -> None:
         if micro_batch.in_flight is None:

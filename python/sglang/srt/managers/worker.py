@@ -21,9 +21,10 @@ from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress
 from sglang.srt.managers.ipc import Endpoints, WorkerChannel
 from sglang.srt.managers.process_life import Watchdog
 from sglang.srt.managers.rank_sync import RankSync
-from sglang.srt.managers.schedule_batch import RequestMemory
+from sglang.srt.managers.request_memory import RequestMemory
 from sglang.srt.managers.schedule_policy import PrefillLimits
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import resolved_device
@@ -111,7 +112,9 @@ def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
     sync = RankSync(parallel, channel)
     return Scheduler(
         executor=ModelExecutor(runner, Watchdog(args.watchdog_timeout)),
-        memory=RequestMemory(runner.req_to_token_pool, runner.allocator),
+        memory=RequestMemory(
+            runner.req_to_token_pool, runner.allocator, RadixCache() if args.uses_radix_cache else None
+        ),
         limits=PrefillLimits(
             max_tokens=runner.limits.prefill_ceiling,
             max_running_requests=runner.max_running_requests,

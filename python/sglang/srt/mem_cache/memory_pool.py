@@ -7,7 +7,14 @@ and dummy tokens point there, so that a forward needs no special case for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch import ForwardBatch
 
 PADDING_ROW = 0
 PADDING_SLOT = 0
@@ -16,13 +23,21 @@ PADDING_SLOT = 0
 class ReqToTokenPool:
     """Rows of token slots, one row for each running request.
 
-    `req_to_token` is `[size + 1, max_context_len]` int32; row 0 stays zero, and rows 1..size are handed out.
+    `req_to_token` is `[size + 1, max_context_len]` int32; row 0 stays zero, and rows 1..size are handed out. `host` is
+    the same table where the CPU can read it without waiting for the device.
     """
 
     def __init__(self, size: int, max_context_len: int, device: torch.device | str) -> None:
         self.size = size
         self.max_context_len = max_context_len
         self.req_to_token = torch.zeros((size + 1, max_context_len), dtype=torch.int32, device=device)
+        self._is_on_cpu = self.req_to_token.device.type == "cpu"
+        # Not touched beyond the tokens that a request has, so most of it takes no memory.
+        self.host: np.ndarray = (
+            self.req_to_token.numpy()
+            if self._is_on_cpu
+            else np.zeros((size + 1, max_context_len), dtype=np.int32)
+        )
         self._free = list(range(size, 0, -1))
 
     def available(self) -> int:
@@ -41,7 +56,21 @@ class ReqToTokenPool:
 
     def write(self, row: int, start: int, slots: torch.Tensor) -> None:
         """Record `slots` `[n]` as the places of the tokens `start .. start + n` of the request in `row`."""
-        self.req_to_token[row, start : start + slots.numel()] = slots.to(torch.int32)
+        end = start + slots.numel()
+        slots = slots.to("cpu", torch.int32)
+        self.host[row, start:end] = slots.numpy()
+        if not self._is_on_cpu:
+            self.req_to_token[row, start:end] = slots.to(self.req_to_token.device, non_blocking=True)
+
+    def write_one_each(
+        self, rows: Sequence[int], places: Sequence[int], slots: torch.Tensor, batch: ForwardBatch
+    ) -> None:
+        """Record one slot of `slots` `[B]` for each of `rows`, at `places`. `batch` is the decode batch that has all of
+        them on the device.
+        """
+        self.host[rows, places] = slots.numpy()
+        if not self._is_on_cpu:
+            self.req_to_token[batch.req_pool_indices, batch.positions] = batch.out_cache_loc.to(torch.int32)
 
 
 class TokenAllocator:
