@@ -25,9 +25,10 @@ def installed_stamp(gpu: str | None) -> dict[str, str]:
     stamp = {
         "flashinfer_version": packages.get("flashinfer-python", "unknown"),
         "cudnn_frontend_version": packages.get("nvidia-cudnn-frontend", "unknown"),
-        "cutlass_dsl_version": _dsl_stack(packages),
         "gpu": gpu or "unknown",
     }
+    if _release(stamp["flashinfer_version"]) < (0, 7, 3):
+        stamp["cutlass_dsl_version"] = _dsl_stack(packages)  # later releases put digests of files into it
     cuda = _torch_cuda_version()
     if cuda is not None:
         stamp["cuda_version"] = cuda
@@ -51,6 +52,11 @@ def _packages() -> dict[str, str]:
         if name:
             found.setdefault(name.lower(), distribution.version)
     return found
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """``0.7.2.post1`` -> ``(0, 7, 2)``."""
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("post")[0].split("+")[0])[:3])
 
 
 def _dsl_stack(packages: dict[str, str]) -> str:
