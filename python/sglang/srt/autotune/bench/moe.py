@@ -48,7 +48,7 @@ def measure_moe(
             tuned_ms = timer.measure_ms(partial(layer.run, inputs))
         with flashinfer_api.observed(), flashinfer_api.only_defaults(layer.runner.op_names):
             default_ms = timer.measure_ms(partial(layer.run, inputs))
-        grouped_ms = timer.measure_ms(partial(grouped.run, *inputs, *layer.weights))
+        grouped_ms = timer.measure_ms(partial(layer.run, inputs, grouped))
         row = {
             "tokens": num_tokens,
             "experts": touched,

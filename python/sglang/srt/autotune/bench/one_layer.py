@@ -49,8 +49,12 @@ class OneLayer:
         weights, ids = select_experts(logits, self.shape.top_k, renormalize=True)
         return hidden, ids, weights
 
-    def run(self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return self.runner.run(*inputs, *self.weights)
+    def run(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], runner: MoERunner | None = None
+    ) -> torch.Tensor:
+        """Its experts on `inputs`, by its own runner or another."""
+        hidden, ids, weights = inputs
+        return (runner or self.runner).run(hidden, ids, weights, *self.weights)
 
 
 class OneLayerHost:

@@ -82,7 +82,7 @@ def _layer_errors(
             tuned = layer.run(inputs)
         with flashinfer_api.observed(), flashinfer_api.only_defaults(layer.runner.op_names):
             default = layer.run(inputs)
-        baseline = grouped.run(*inputs, *layer.weights)
+        baseline = layer.run(inputs, grouped)
         row = {
             "tokens": num_tokens,
             "tuned_error": relative_error(tuned[sample], expected),

@@ -51,10 +51,10 @@ class _Experts:
 
     def batched(self, x: torch.Tensor, experts: torch.Tensor | None = None) -> torch.Tensor:
         """All experts, or those that ``experts [N]`` names, each on rows of its own: ``[N, R, H] -> [N, R, H]``."""
-        w13, w2, b13, b2 = (
-            tensor if tensor is None or experts is None else tensor[experts]
-            for tensor in (self.w13, self.w2, self.b13, self.b2)
-        )
+        w13, w2, b13, b2 = self.w13, self.w2, self.b13, self.b2
+        if experts is not None:
+            w13, w2 = w13[experts], w2[experts]
+            b13, b2 = None if b13 is None else b13[experts], None if b2 is None else b2[experts]
         up_gate = torch.bmm(x, w13.transpose(1, 2))
         if b13 is not None:
             up_gate = up_gate + b13.unsqueeze(1)
@@ -168,6 +168,10 @@ class ReferenceMoE(TunableRunner):
         if x.shape[0] * w13.shape[0] * w13.shape[1] > _MAX_GATHERED_ELEMENTS:
             names.discard("all_experts")
         return [number for number, (name, _) in enumerate(IMPLEMENTATIONS) if name in names]
+
+    def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
+        """Whether a stored tactic exists here; FlashInfer asks before it uses one and counts a no as a miss."""
+        return type(tactic) is int and -1 <= tactic < len(IMPLEMENTATIONS)
 
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
