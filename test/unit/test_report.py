@@ -71,8 +71,8 @@ def test_numbers_that_json_has_no_word_for_become_null():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "cannot be read as a report"),
-        ("[]", "is not an autotune report"),
+        ("{", "is not valid JSON"),
+        ("[]", "holds a JSON list"),
         ('{"_metadata": {}}', "is not an autotune report .a record file"),
         ('{"schema": 99, "steps": []}', "has report schema 99; this version reads 1"),
     ],

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import torch
 
 #: FlashInfer's tuner has no counter for fallbacks (its `cache_misses` is never incremented): the DEBUG lines
 #: of its logger are the only account of them.
-_FALLBACK = re.compile(r"Using fallback tactic for (\S+) with input shapes (.*)$")
+#: Later releases put the key on the same line, earlier ones on a line of its own.
+_FALLBACK = re.compile(r"Using fallback tactic for (\S+) with input shapes (.*?)(?:; generated key (.*))?$")
 _MISSED_KEY = re.compile(r"Generated key(.*)$")
 _SKIPPED = re.compile(r"Skipping autotuning for '([^']+)'")
 _OUT_OF_MEMORY = re.compile(r"OOM detected")
@@ -83,11 +84,46 @@ def environment() -> dict[str, str]:
     Leans on `save_configs` writing `_metadata` into a fresh file; that avoids a private collector. Call it
     after CUDA is initialised: the cuDNN version can read differently before.
     """
-    with tempfile.TemporaryDirectory(prefix="sglang-autotune-") as scratch:
+    with scratch_directory() as scratch:
         path = Path(scratch, "stamp.json")
         with _quiet_logger():
             tuner().save_configs(str(path))
         return {str(k): str(v) for k, v in json.loads(path.read_text())["_metadata"].items()}
+
+
+#: Memory-backed on Linux, and there where everything else is read-only or full.
+_SHARED_MEMORY = "/dev/shm"
+_SCRATCH_BYTES = 16 * 2**20
+
+
+@contextlib.contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A directory for one exchange of files with FlashInfer, which takes and gives records only as files.
+
+    Raises:
+        TuningUnavailable: no place for one can be written.
+    """
+    try:
+        roomy = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) and _free_bytes(_SHARED_MEMORY) >= _SCRATCH_BYTES
+        scratch = tempfile.TemporaryDirectory(
+            prefix="sglang-autotune-", dir=_SHARED_MEMORY if roomy else None, ignore_cleanup_errors=True
+        )
+    except OSError as error:
+        raise TuningUnavailable(
+            f"no directory for temporary files can be written ({error}); set TMPDIR to one that can"
+        ) from error
+    with scratch as name:
+        try:
+            yield Path(name)
+        except OSError as error:
+            raise TuningUnavailable(
+                f"records cannot be handed to FlashInfer ({error}); free some space"
+            ) from error
+
+
+def _free_bytes(directory: str) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def load_records(path: Path) -> bool:
@@ -101,7 +137,7 @@ def stored_entries() -> dict[str, list[Any]]:
 
     Leans on `save_configs` to a fresh file: it holds both, with tactics in their JSON form.
     """
-    with tempfile.TemporaryDirectory(prefix="sglang-autotune-") as scratch:
+    with scratch_directory() as scratch:
         path = Path(scratch, "winners.json")
         with _quiet_logger():
             tuner().save_configs(str(path))
@@ -125,6 +161,13 @@ def replace_winners(choices: dict[str, Any]) -> None:
     cache = tuner().profiling_cache
     for key in [key for key in cache if key.file_key in choices]:
         cache[key] = (as_tactic(choices[key.file_key]), cache[key][1])
+
+
+def drop_winners(file_keys: Collection[str]) -> None:
+    """Forget these live winners (public `profiling_cache` dict); loaded records stay."""
+    cache = tuner().profiling_cache
+    for key in [key for key in cache if key.file_key in file_keys]:
+        del cache[key]
 
 
 def policy_of(op_name: str, runner: str) -> tuple[Any, ...] | None:
@@ -236,26 +279,31 @@ def timings_reduced_over(group: Any | None) -> Iterator[None]:
 BLOCKLIST_VARIABLE = "FLASHINFER_TACTICS_BLOCKLIST"
 
 
-def use_blocklist(path: Path) -> bool:
-    """Have FlashInfer leave out the tactics that ``path`` lists; only before the tuner's first use.
+def blocklist_in_force() -> Path | None:
+    """The file whose tactics FlashInfer leaves out: what the user's variable names, or `use_blocklist` set."""
+    name = os.environ.get(BLOCKLIST_VARIABLE)
+    return Path(name) if name else None
 
-    FlashInfer reads its variable once, when the tuner is created. A variable that the user set stands.
+
+def use_blocklist(path: Path | None) -> None:
+    """Have FlashInfer leave out the tactics that ``path`` lists (None: no list).
+
+    FlashInfer reads its variable once, when the tuner is created: only before the tuner's first use.
     """
-    if os.environ.get(BLOCKLIST_VARIABLE) or not path.is_file():
-        return False
-    os.environ[BLOCKLIST_VARIABLE] = str(path)
-    return True
+    if path is None:
+        os.environ.pop(BLOCKLIST_VARIABLE, None)
+    else:
+        os.environ[BLOCKLIST_VARIABLE] = str(path)
 
 
 def not_blocked(op_name: str, runner: Any, tactics: list[Any]) -> list[Any]:
     """``tactics`` without those that the blocklist in force names (public `TacticsBlocklist.filter`)."""
     from flashinfer.tactics_blocklist import TacticsBlocklist
 
-    path = os.environ.get(BLOCKLIST_VARIABLE)
-    blocklist = TacticsBlocklist()
-    if path and os.path.isfile(path):
+    path, blocklist = blocklist_in_force(), TacticsBlocklist()
+    if path is not None and path.is_file():
         with _quiet_logger():
-            blocklist.load(path)
+            blocklist.load(str(path))
     return list(blocklist.filter(op_name, runner, tactics))
 
 
@@ -294,7 +342,7 @@ class _Observer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if match := _FALLBACK.search(text):
-            self.lookups.fallbacks.append(Fallback(match[1], match[2], None))
+            self.lookups.fallbacks.append(Fallback(match[1], match[2], match[3]))
         elif match := _MISSED_KEY.search(text):
             if self.lookups.fallbacks and self.lookups.fallbacks[-1].key is None:
                 last = self.lookups.fallbacks[-1]

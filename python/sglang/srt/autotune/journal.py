@@ -3,17 +3,29 @@
 The note is written before each step and removed after it. A step that failed by an error that the next start
 would meet again (out of memory, a poisoned CUDA context) is left out by the next start; one during which
 the process merely vanished is tried once more, since the likeliest cause is an operator's kill.
+
+Engines of one configuration share a journal. The one that holds its lock notes steps; an open note that it finds is
+therefore of a process that is gone. The others, who cannot tell, only add their failures.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from sglang.srt.autotune.records.document import printable, read_json_object
+from sglang.srt.autotune.records.files import remove_stale_temporaries, replace_file
 
 #: Deaths without an error during one step before it is left out.
 MAX_VANISHED = 2
+#: A journal has a handful of entries; one with more was not written here.
+MAX_ENTRIES = 1000
 
 
 @dataclass(frozen=True)
@@ -25,15 +37,34 @@ class LeftOut:
 
 
 class Journal:
-    """The file ``<records>.journal``; without a path, or where it cannot be written, it does nothing."""
+    """The file ``<records>.journal``; without a path, or where it cannot be written, it does nothing.
+
+    Use it as a context manager, or ``close`` it: until then other engines leave the noting to this one.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self._state: dict[str, dict] = self._read()
-        if open_step := self._state.pop("open", None):
-            entry = self._state.setdefault(open_step["step"], {"vanished": 0, "error": None})
-            entry["vanished"] += 1
-            self._write()
+        self._lock: int | None = None
+        self._takes_notes = self._take_lock()
+        #: What became of steps, and the step that is in progress.
+        self._state, self._open = self._read()
+        if self._open is not None and self._takes_notes:
+            self._state.setdefault(self._open, {"vanished": 0, "error": None})["vanished"] += 1
+            self._write(None)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another engine take the notes."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock, self._takes_notes = None, False
 
     def left_out(self) -> list[LeftOut]:
         """Steps to leave out now, each with its reason in words."""
@@ -48,43 +79,69 @@ class Journal:
         return found
 
     def begin(self, step: str) -> None:
-        self._write(open={"step": step})
+        if self._takes_notes:
+            self._write(step)
 
     def done(self, step: str) -> None:
-        self._state.pop(step, None)
-        self._write()
+        if self._takes_notes:
+            self._state.pop(step, None)
+            self._write(None)
 
     def failed(self, step: str, error: str) -> None:
-        self._state[step] = {"vanished": 0, "error": error[:500]}
-        self._write()
+        open_step = None
+        if not self._takes_notes:  # the engine that does may have written since
+            self._state, open_step = self._read()
+        self._state[step] = {"vanished": 0, "error": printable(error, 500)}
+        self._write(open_step)
 
-    def _read(self) -> dict:
+    def _take_lock(self) -> bool:
+        """Whether this process is to take notes; also true where the file system has no locks."""
         if self.path is None:
-            return {}
+            return False
         try:
-            content = json.loads(self.path.read_text())
-            entries = {s: e for s, e in content.items() if isinstance(e, dict)}
-            opened = entries.pop("open", None)
-            state = {
-                str(s): {"vanished": int(e.get("vanished", 0)), "error": e.get("error")}
-                for s, e in entries.items()
-            }
-            if opened and isinstance(opened.get("step"), str):
-                state["open"] = {"step": opened["step"]}
-            return state
-        except (OSError, ValueError, TypeError, AttributeError):
-            return {}  # a note that cannot be read tells nothing
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            remove_stale_temporaries(self.path)
+            name = self.path.with_name(f"{self.path.name}.lock")
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            self._lock = os.open(name, flags, 0o666)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if self._lock is not None and error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                os.close(self._lock)
+                self._lock = None
+                return False
+        return True
 
-    def _write(self, **extra: dict) -> None:
+    def _read(self) -> tuple[dict[str, dict[str, Any]], str | None]:
+        if self.path is None:
+            return {}, None
+        try:
+            content = read_json_object(self.path)
+            entries = {step: entry for step, entry in content.items() if isinstance(entry, dict)}
+            open_step = entries.pop("open", {}).get("step")
+            if len(entries) > MAX_ENTRIES:
+                return {}, None
+            state = {step: _entry(entry) for step, entry in entries.items() if step.isprintable()}
+        except (ValueError, TypeError, OverflowError):
+            return {}, None  # a note that cannot be read tells nothing
+        return state, open_step if isinstance(open_step, str) and open_step.isprintable() else None
+
+    def _write(self, open_step: str | None) -> None:
+        self._open = open_step
         if self.path is None:
             return
         try:
-            if not self._state and not extra:
+            if not self._state and open_step is None:
                 self.path.unlink(missing_ok=True)
                 return
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-            scratch.write_text(json.dumps({**self._state, **extra}))
-            os.replace(scratch, self.path)
+            content = {**self._state, **({"open": {"step": open_step}} if open_step else {})}
+            replace_file(self.path, json.dumps(content).encode(), durable=False)
         except OSError:
             self.path = None  # the store has already warned that this root cannot be written
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    error = entry.get("error")
+    error = printable(error, 500) if isinstance(error, str) else None
+    return {"vanished": max(0, int(entry.get("vanished", 0))), "error": error}

@@ -10,9 +10,13 @@ import json
 import logging
 import math
 import os
+import select
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.autotune.records.document import read_json_object
+from sglang.srt.autotune.records.files import replace_file
 
 if TYPE_CHECKING:
     from sglang.srt.autotune.host import Host
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
+#: How long a reader of a pipe may stop reading the report.
+_READER_S = 5.0
 REPORT_NAME = "report.json"
 """The file beside the records: the report of the last start that tuned something."""
 
@@ -100,24 +106,40 @@ class StageReport:
         return document
 
     def write(self, path: Path) -> None:
-        """Write the document atomically; raises OSError."""
+        """Write the document, atomically where ``path`` is a file or nothing yet; raises OSError or ValueError."""
+        data = (json.dumps(self.to_json(), indent=2) + "\n").encode()
+        if path.exists() and not path.is_file():
+            _write_into(path, data)
+            return
+        path = Path(os.path.realpath(path))  # a link stays one
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        scratch.write_text(json.dumps(self.to_json(), indent=2) + "\n")
-        os.replace(scratch, path)
+        replace_file(path, data, durable=False)
 
     def save(self, report_path: Path | None) -> None:
         """Write to the file that the user named, and beside the records when they have changed. Never raises."""
         if report_path is not None:
             try:
                 self.write(report_path)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 logger.error("--flashinfer-autotune-report %s cannot be written: %s", report_path, error)
         if self.cache_path is not None and self.profiles_tuned:
             try:
                 self.write(Path(self.cache_path).with_name(REPORT_NAME))
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 logger.warning("The autotune report cannot be kept beside the records: %s", error)
+
+
+def _write_into(path: Path, data: bytes) -> None:
+    """Write to a device or a pipe such as ``/dev/stdout``, which must not be replaced by a file."""
+    # Without waiting: a pipe that nobody reads must not hang the start.
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while data:
+            if not select.select([], [descriptor], [], _READER_S)[1]:
+                raise TimeoutError(f"nobody has read from it for {_READER_S:g} s")
+            data = data[os.write(descriptor, data) :]
+    finally:
+        os.close(descriptor)
 
 
 def _finite(value: Any) -> Any:
@@ -162,13 +184,8 @@ def read_report(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         path = newest_report(path)
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} does not exist") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a report: {error}") from error
-    if not isinstance(document, dict) or not isinstance(document.get("steps"), list):
+    document = read_json_object(path)
+    if not isinstance(document.get("steps"), list):
         raise ValueError(f"{path} is not an autotune report (a record file? see `sglang autotune show`)")
     if document.get("schema") != SCHEMA:
         raise ValueError(
