@@ -239,7 +239,7 @@ def test_a_report_that_cannot_be_written_is_an_error_line_not_a_failure(tmp_path
 
 
 def test_a_lookup_that_still_falls_back_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache_phase.CachePhase, "commit", lambda self, step: 0)
+    monkeypatch.setattr(cache_phase.CachePhase, "commit", lambda self, step, report: 0)
     host = TinyHost()
     for op in host.tuned_ops:  # an op that ignores its profiler: nothing is tuned, and that must show
         op.choose = type(op).choose.__get__(type("Deaf", (), {**vars(op), "profiler": None})())

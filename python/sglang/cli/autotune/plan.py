@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sglang.cli.autotune.arguments import own_parser, split_arguments
-from sglang.cli.autotune.estimate import estimate
 from sglang.cli.autotune.preview import Preview, RankRecords, make_preview
+from sglang.srt.autotune.estimate import estimate
 from sglang.srt.autotune.gpus import GpuModel, gpu_here, gpu_named, gpu_names
 from sglang.srt.autotune.plan import Limits
 from sglang.srt.configs.model_config import ModelConfig

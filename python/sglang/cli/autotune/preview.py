@@ -7,17 +7,18 @@ either takes to import. What only a process with CUDA can know is left out and s
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.autotune.decision import Decision, decide
+from sglang.srt.autotune.estimate import measured_pace
 from sglang.srt.autotune.gpus import GpuModel
 from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner, tunable_ops
 from sglang.srt.autotune.plan import Plan, make_plan
 from sglang.srt.autotune.records.cache_key import CachePath, RankPlace
+from sglang.srt.autotune.records.document import read_json_object
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
 from sglang.srt.autotune.records.merging import merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
@@ -172,7 +173,7 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
             for file in given
         ),
         reuse=settings.use_cache,
-        seconds_per_step=_measured_pace(directory),
+        seconds_per_step=measured_pace(directory),
     )
     return Preview(
         device={
@@ -222,9 +223,9 @@ def find_directory(expected: CachePath, unknown: list[str], gpu_pattern: str | N
     found = []
     for path in sorted(expected.directory.parent.glob("*/identity.json")):
         try:
-            stored = json.loads(path.read_text())
+            stored = read_json_object(path)
             stamp = dict(stored.pop("environment"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             continue  # a description that cannot be read describes nothing
         known = {name: value for name, value in wanted["environment"].items() if name != "gpu"}
         same_rest = all(stored.get(name) == value for name, value in wanted.items() if name != "environment")
@@ -285,17 +286,6 @@ def _seed_rows(catalogue: SeedCatalogue, seeds: SeedSelection, ops: tuple[str, .
             }
         )
     return rows
-
-
-def _measured_pace(directory: Path | None) -> float | None:
-    if directory is None:
-        return None
-    try:
-        report = json.loads((directory / "report.json").read_text())
-        seconds = [step["seconds"] for step in report["steps"] if step["source"] == "tuned"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return sum(seconds) / len(seconds) if seconds else None
 
 
 def _notes(config: ModelConfig) -> list[str]:

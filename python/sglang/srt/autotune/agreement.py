@@ -117,8 +117,11 @@ class Agreement:
             )
 
     def mean_times(self, question: str, times: list[float]) -> list[float]:
-        """Element-wise mean over the ranks; infinity anywhere makes the entry infinite everywhere."""
-        answers = self.gather(question, [None if t == float("inf") else t for t in times])
+        """Element-wise mean over the ranks; what is no time on one of them is infinite on all.
+
+        A clock can hand out zero, a negative number or NaN; in a mean such a value would pass for a fast time.
+        """
+        answers = self.gather(question, [t if 0 < t < float("inf") else None for t in times])
         columns = zip(*(answers[rank] for rank in self.ranks), strict=True)
         return [float("inf") if None in column else sum(column) / len(column) for column in columns]
 

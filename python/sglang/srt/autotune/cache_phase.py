@@ -7,7 +7,6 @@ its new winners are committed to the user's file by the store; seeds and given r
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.host import Host
-from sglang.srt.autotune.plan import Plan, Step
+from sglang.srt.autotune.plan import Step
 from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
@@ -88,19 +87,41 @@ class CachePhase:
         """Keys of the records that were given on purpose."""
         return sorted(key for key, record in self._merged.records.items() if record.source == "given")
 
-    def reload_without(self, buckets: Collection[int], keep: Collection[str]) -> None:
+    def reload_without(self, buckets: Collection[int], keep: Collection[str] = ()) -> None:
         """Drop the records of buckets that some coupled rank must tune, except ``keep``, which every rank holds."""
         self._merged = self._merged.without_buckets(buckets, keep)
         flashinfer_api.forget_everything()
         self._load_into_tuner(self._merged)
 
-    def commit(self, step: Step) -> int:
-        """Write the winners that the step added; returns how many were added."""
+    def reject(self, step: Step, reason: str) -> bool:
+        """Drop the records that a step's forward cannot run with; False when there are none to blame."""
+        blamed = [record for key, record in self._merged.records.items() if _bucket(key) == step.bucket]
+        if not blamed:
+            return False
+        for source in sorted({record.source for record in blamed}):
+            words = f"the {source} records of step {step.name} cannot be run: {reason}"
+            self._report.records.rejected.append(
+                {"source": source, "path": str(self._store.path), "kind": "entry", "reason": words}
+            )
+            logger.warning("FlashInfer autotune does not use records: %s", words)
+        self.reload_without({step.bucket})
+        return True
+
+    def forget(self, step: Step) -> None:
+        """Drop what tuning this step left in the tuner, which was neither judged nor written."""
+        flashinfer_api.drop_winners(self._keys_at(step.bucket) - self._merged.records.keys())
+
+    def commit(self, step: Step, report: StepReport) -> int:
+        """Write the winners that the step added, and their times beside them; returns how many were added.
+
+        With the times a warm start need not measure again. Nothing is written of a step before it was judged.
+        """
         fresh = self._merged.new_in(flashinfer_api.stored_entries())
         fresh = [record for record in fresh if record.key not in self._committed]
         self._committed |= {record.key for record in fresh}
-        keys = sorted(self._keys_at(step.bucket))
-        self._store.commit(fresh, steps=[StepEntry(step.name, tuple(keys))])
+        keys = tuple(sorted(self._keys_at(step.bucket)))
+        entry = StepEntry(step.name, keys, default_ms=report.default_ms, tuned_ms=report.tuned_ms)
+        self._store.commit(fresh, steps=[entry])
         self._report.records.tuned += len(fresh)
         return len(fresh)
 
@@ -129,7 +150,8 @@ class CachePhase:
             parsed = _parse(key)
             if parsed is not None and parsed.custom_op in op_names and entries[key][1] != -1:
                 wrong.append((parsed.custom_op, entries[key][0], entries[key][1]))
-        blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
+        if wrong:
+            blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
 
     def adopt(self, choices: dict[str, list[Any]]) -> None:
         """Take these choices (FlashInfer entries by key): in the tuner now, in the file for the next start."""
@@ -139,19 +161,8 @@ class CachePhase:
         flashinfer_api.replace_winners({key: entry[1] for key, entry in choices.items()})
         self._load_into_tuner(RecordSet({record.key: record for record in adopted}, self._merged.namespaces))
 
-    def finish(self, plan: Plan, reports: dict[Step, StepReport]) -> None:
-        """Keep the measured times beside the records, so that a warm start need not measure them again."""
-        measured = [
-            StepEntry(
-                step.name,
-                tuple(sorted(self._keys_at(step.bucket))),
-                default_ms=reports[step].default_ms,
-                tuned_ms=reports[step].tuned_ms,
-            )
-            for step in plan.steps
-            if reports[step].source == "tuned" and reports[step].default_ms is not None
-        ]
-        self._store.commit(steps=measured)
+    def finish(self) -> None:
+        """Say so when the records could not be written."""
         if not self._store.writable:
             self._report.cache_path = None
             self._report.warnings.append(f"records are kept in memory only: {self._store.reason}")
@@ -201,7 +212,7 @@ class CachePhase:
     def _load_into_tuner(self, records: RecordSet) -> None:
         if not records.records and not records.namespaces:
             return
-        with tempfile.TemporaryDirectory(prefix="sglang-autotune-") as scratch:
+        with flashinfer_api.scratch_directory() as scratch:
             path = materialise(
                 records, self._environment, Path(scratch, "records.json"), flashinfer_api.policy_of
             )
@@ -214,12 +225,7 @@ class CachePhase:
             logger.warning("FlashInfer autotune does not use a record: %s", problem["reason"])
 
     def _keys_at(self, bucket: int) -> set[str]:
-        keys = set()
-        for key in flashinfer_api.stored_entries():
-            parsed = _parse(key)
-            if parsed is not None and parsed.num_tokens == bucket:
-                keys.add(key)
-        return keys
+        return {key for key in flashinfer_api.stored_entries() if _bucket(key) == bucket}
 
 
 def blocklist_of(cache_root: Path, sm: str) -> Blocklist:
@@ -233,3 +239,8 @@ def _parse(key: str) -> RecordKey | None:
         return parse_key(key)
     except ValueError:
         return None
+
+
+def _bucket(key: str) -> int | None:
+    parsed = _parse(key)
+    return None if parsed is None else parsed.num_tokens

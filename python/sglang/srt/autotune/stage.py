@@ -9,15 +9,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from sglang.srt.autotune import flashinfer_api
-from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.agreement import Agreement, AgreementError
+from sglang.srt.autotune.blocklist import put_in_force
 from sglang.srt.autotune.cache_phase import CachePhase, blocklist_of
 from sglang.srt.autotune.closing import close
 from sglang.srt.autotune.decision import Decision, decide
+from sglang.srt.autotune.estimate import estimate, measured_pace
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
@@ -30,11 +33,10 @@ from sglang.srt.autotune.records.placement import sm_name
 from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport, describe_engine
 from sglang.srt.autotune.session import Session
 from sglang.srt.autotune.settings import StageSettings
-from sglang.srt.autotune.verify import Coverage, Verifier, coverage_of
+from sglang.srt.autotune.verdicts import Judge, agree_on_winners
+from sglang.srt.autotune.verify import Coverage, coverage_of
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LEFT_OUT, OVER_BUDGET = "left out", "over budget"
 SAME_FLAGS = "start every rank with the same flags"
@@ -65,15 +67,22 @@ def run_stage(
     try:
         stage.run()
     except TuningUnavailable as error:
+        if stage.has_begun and not agreement.is_alone:  # the others go on: they must not wait for this rank
+            agreement.fail(describe(error))
+            raise
         report.status, report.reason = "failed", str(error)
         if stage.is_first:
             logger.error("FlashInfer autotune failed, serving untuned: %s", error)
     except Exception as error:
-        agreement.fail(f"{type(error).__name__}: {error}")
+        agreement.fail(describe(error))
         raise
     report.seconds = time.monotonic() - started
     close(report, host.topology, agreement, settings.report_path)
     return report
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def is_peer_failure(error: Exception) -> bool:
@@ -100,6 +109,7 @@ class _Stage:
         self.host, self.settings, self.agreement = host, settings, agreement
         self.report, self.listener = report, listener
         self.is_first = host.topology.rank == 0
+        self.has_begun = False
         self.step_reports: dict[Step, StepReport] = {}
 
     def run(self) -> None:
@@ -112,29 +122,30 @@ class _Stage:
 
         plan = self._plan()
         self._check_that_tuning_can_be_had()
+        self.has_begun = True
         if self.is_first:
             self._log_plan(plan)
 
         with self._timed("records"):
             cache = CachePhase(self.host, self.settings, self.report)
             cache.load()
-        journal = Journal(cache.journal_path)
 
-        with self.host.forward_context():
-            steps = self._with_headroom(self._without_left_out(plan.steps, journal))
+        with self.host.forward_context(), Journal(cache.journal_path) as journal:
+            steps = self._with_headroom(self._without_left_out(plan.steps, cache, journal))
             with self._timed("coverage"):
                 covered = self._agree_on_coverage(steps, cache, journal)
             todo = [step for step in steps if step not in covered and not self._is_left_out(step)]
+            self._log_estimate(todo)
             with self._timed("steps"):
-                tuned = self._tune(todo, cache, journal)
+                self._tune(todo, cache, journal)
+            self.report.timings["steps"] -= self.report.timings.get("verification", 0.0)
             with self._timed("verification"):
                 self._check_coverage(covered, cache, journal)
-                self._judge(tuned, cache)
             if self.host.megamoe is not None:
                 with self._timed("megamoe"):
                     self._stage_megamoe(self.host.megamoe, plan, cache)
-        self._agree_on_winners(cache)
-        cache.finish(plan, self.step_reports)
+        agree_on_winners(self.host, self.agreement, cache, self.report)
+        cache.finish()
         self.report.status = "completed"
         self.report.reason = self._summary(todo)
 
@@ -183,7 +194,8 @@ class _Stage:
         problem = None
         try:
             flashinfer_api.version()
-            self._use_blocklist()
+            put_in_force(blocklist_of(self.settings.cache_root, sm_name(self.host.capability)))
+            flashinfer_api.environment()  # the first exchange of files: there must be a place for it
             if self.host.device.type == "cuda":
                 flashinfer_api.load_timing_module()
         except TuningUnavailable as error:
@@ -192,11 +204,6 @@ class _Stage:
         for rank, answer in answers.items():
             if answer is not None:
                 raise TuningUnavailable(answer if self.agreement.is_alone else f"rank {rank}: {answer}")
-
-    def _use_blocklist(self) -> None:
-        blocklist = blocklist_of(self.settings.cache_root, sm_name(self.host.capability))
-        if blocklist.is_usable() and flashinfer_api.use_blocklist(blocklist.path):
-            logger.info("FlashInfer autotune leaves out the tactics listed in %s", blocklist.path)
 
     def _log_plan(self, plan: Plan) -> None:
         if not plan.steps:
@@ -214,16 +221,34 @@ class _Stage:
             ", ".join(op for op in self.host.op_names if op not in self.settings.skip_ops),
         )
 
+    def _log_estimate(self, todo: Sequence[Step]) -> None:
+        if not self.is_first or not todo:
+            return
+        records = self.report.cache_path
+        value = estimate(
+            num_steps=len(todo),
+            seconds_per_step=None if records is None else measured_pace(Path(records).parent),
+            num_capacities=0,
+            num_untuned_capacities=0,
+            device=self.host.device.type,
+            gpu=self.report.environment.get("gpu"),
+            will_run=True,
+        )
+        logger.info("FlashInfer autotune will take about %.0f s: %s", value["seconds"], value["basis"])
+
     # which steps can run ---------------------------------------------------------------------------------
 
-    def _without_left_out(self, steps: Sequence[Step], journal: Journal) -> list[Step]:
-        """Leave out the steps that broke earlier starts of any rank."""
+    def _without_left_out(self, steps: Sequence[Step], cache: CachePhase, journal: Journal) -> list[Step]:
+        """Leave out the steps that broke earlier starts of any rank, and what is stored for them."""
         mine = {left.step: left.reason for left in journal.left_out()}
         answers = self.agreement.gather("steps that broke earlier starts", mine)
         reasons = {name: reason for answer in reversed(answers.values()) for name, reason in answer.items()}
         for step in steps:
             if step.name in reasons:
-                self._leave_out(step, f"{reasons[step.name]}; delete {journal.path} to try it again")
+                remedy = f"its records are not used; delete {journal.path} to try it again"
+                self._leave_out(step, f"{reasons[step.name]}; {remedy}")
+        if buckets := {step.bucket for step in steps if step.name in reasons}:
+            cache.reload_without(buckets)  # it may have been a record that broke the start
         return [step for step in steps if step.name not in reasons]
 
     def _with_headroom(self, steps: Sequence[Step]) -> list[Step]:
@@ -256,24 +281,21 @@ class _Stage:
     def _is_left_out(self, step: Step) -> bool:
         return self.step_reports[step].source == LEFT_OUT
 
-    def _attempt(self, step: Step, journal: Journal, forward: Callable[[], T]) -> T | None:
-        """Run a step's forward; None when it ran out of memory and nobody else takes part in it.
+    def _fail(self, step: Step, journal: Journal, error: Exception) -> None:
+        """Leave the step out when it ran out of memory and nobody else takes part in it.
 
         Any other failure ends the start on every coupled rank: their forwards may be waiting for this one.
         """
-        try:
-            return forward()
-        except Exception as error:
-            message = f"{type(error).__name__}: {str(error)[:300]}"
-            if not (is_peer_failure(error) and not self.agreement.is_alone):
-                journal.failed(step.name, message)
-            if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
-                self._leave_out(step, f"out of memory: {message}")
-                return None
-            raise StepFailed(
-                f"rank {self.host.topology.rank} failed in autotune step {step.name} ({message}); "
-                "the next start leaves this step out"
-            ) from error
+        message = describe(error)
+        if self.agreement.is_alone or not is_peer_failure(error):
+            journal.failed(step.name, message)
+        if self.agreement.is_alone and isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError)):
+            self._leave_out(step, f"out of memory: {message}")
+            return
+        raise StepFailed(
+            f"rank {self.host.topology.rank} failed in autotune step {step.name} ({message}); "
+            "the next start leaves this step out"
+        ) from error
 
     # coverage --------------------------------------------------------------------------------------------
 
@@ -289,7 +311,7 @@ class _Stage:
         have_records = self.agreement.gather("whether records were loaded", cache.merged_count > 0)
         if not any(have_records.values()):
             return {}
-        found = {step: self._coverage(step, journal, every_layer=False) for step in steps}
+        found = {step: self._coverage(step, cache, journal, every_layer=False) for step in steps}
         mine = [coverage is not None and coverage.complete for coverage in found.values()]
         answers = self.agreement.gather("coverage of the steps", mine)
         covered, uncovered_buckets = {}, set()
@@ -303,35 +325,45 @@ class _Stage:
             cache.reload_without(uncovered_buckets, set.intersection(*map(set, given.values())))
         return covered
 
-    def _coverage(self, step: Step, journal: Journal, *, every_layer: bool = True) -> Coverage | None:
+    def _coverage(
+        self, step: Step, cache: CachePhase, journal: Journal, *, every_layer: bool = True
+    ) -> Coverage | None:
+        """None when the forward fails and nobody else takes part in it: then its records are dropped."""
         skip_ops = self.settings.skip_ops
-        return self._attempt(
-            step, journal, lambda: coverage_of(self.host, step, skip_ops, every_layer=every_layer)
-        )
+        journal.begin(step.name)
+        try:
+            coverage = coverage_of(self.host, step, skip_ops, every_layer=every_layer)
+        except Exception as error:
+            out_of_memory = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
+            if not self.agreement.is_alone or out_of_memory or not cache.reject(step, describe(error)):
+                self._fail(step, journal, error)
+                return None
+            coverage = None
+        journal.done(step.name)
+        return coverage
 
     # steps -----------------------------------------------------------------------------------------------
 
-    def _tune(self, steps: list[Step], cache: CachePhase, journal: Journal) -> list[Step]:
-        """Tune step by step; each is committed before the next begins."""
+    def _tune(self, steps: list[Step], cache: CachePhase, journal: Journal) -> None:
+        """Tune and judge step by step; each is committed before the next begins."""
         alike = self.agreement.within(self.host.topology.alike, "alike")
         session = Session(
             self.host,
             self.settings.skip_ops,
             lambda times: alike.mean_times("times of the candidates", times),
         )
-        tuned: list[Step] = []
+        judge = Judge(self.host, self.settings.verify, self.agreement, cache, self.report)
         began = time.monotonic()
         progress = StageProgress(len(steps), visible=self.is_first and bool(steps), listener=self.listener)
-        with progress, session:
+        with progress:
             for step in steps:
                 progress.begin(step.name)
                 self.agreement.announce(f"step {step.name}")
                 if self._is_over_budget(step, began):
                     continue
-                if self._with_headroom([step]) and self._tune_one(step, session, cache, journal):
-                    tuned.append(step)
+                if self._with_headroom([step]):
+                    self._tune_one(step, session, judge, cache, journal)
                 progress.end()
-        return tuned
 
     def _is_over_budget(self, step: Step, began: float) -> bool:
         """Whether the budget is spent on some rank; then no rank begins this step."""
@@ -347,21 +379,30 @@ class _Stage:
         ].note = f"--flashinfer-autotune-budget {budget_s:g} s was spent; the next start goes on"
         return True
 
-    def _tune_one(self, step: Step, session: Session, cache: CachePhase, journal: Journal) -> bool:
+    def _tune_one(
+        self, step: Step, session: Session, judge: Judge, cache: CachePhase, journal: Journal
+    ) -> None:
         step_report, began = self.step_reports[step], time.monotonic()
         journal.begin(step.name)
-        lookups = self._attempt(step, journal, lambda: session.tune(step))
-        if lookups is None:
-            return False
-        step_report.profiles_tuned = cache.commit(step)
+        try:
+            with session:
+                lookups = session.tune(step)
+            if lookups.out_of_memory:
+                step_report.note = "FlashInfer ran out of memory in its sweep and kept the default"
+            with self._timed("verification"):
+                judge.judge(step, step_report)
+        except (AgreementError, TuningUnavailable):
+            raise
+        except Exception as error:
+            self._fail(step, journal, error)
+            cache.forget(step)
+            return
+        step_report.profiles_tuned = cache.commit(step, step_report)
         step_report.seconds = time.monotonic() - began
         step_report.source = "tuned"
         self.report.profiles_tuned += step_report.profiles_tuned
         self.report.warnings += lookups.warnings
-        if lookups.out_of_memory:
-            step_report.note = "FlashInfer ran out of memory in its sweep and kept the default"
         journal.done(step.name)
-        return True
 
     # verification ----------------------------------------------------------------------------------------
 
@@ -376,7 +417,7 @@ class _Stage:
             if coverage is not None:
                 cache.describe_covered(step, step_report)
             else:
-                coverage = self._coverage(step, journal)
+                coverage = self._coverage(step, cache, journal)
             if coverage is None:
                 continue
             asked_and_skipped |= coverage.skipped_ops
@@ -388,51 +429,6 @@ class _Stage:
         self.report.fallbacks = len(self.report.fallback_details)
         never = [op for op in self.settings.skip_ops if op not in asked_and_skipped]
         self.report.skipped_ops["never_asked"] = never
-
-    def _judge(self, tuned: list[Step], cache: CachePhase) -> None:
-        """What was tuned is compared with the default; a choice that is wrong or slower goes back to it."""
-        self.agreement.announce("comparing tuned with default")
-        alike = self.agreement.within(self.host.topology.alike, "verdicts")
-        verifier = Verifier(self.host, self.settings.verify, alike)
-        for step in tuned:
-            if self.step_reports[step].source == LEFT_OUT:
-                continue
-            verdict, step_report = verifier.judge(step), self.step_reports[step]
-            step_report.default_ms, step_report.tuned_ms = verdict.default_ms, verdict.tuned_ms
-            step_report.relative_error = verdict.relative_error
-            if verdict.fault is None:
-                continue
-            if verdict.wrong_ops:
-                cache.block(step, verdict.wrong_ops, verdict.fault)
-                logger.error(
-                    "FlashInfer autotune, step %s: %s; back to the default", step.name, verdict.fault
-                )
-            cache.back_to_default(step, verdict.wrong_ops or self.host.op_names)
-            step_report.tuned_ms = verdict.default_ms
-            step_report.note = f"{verdict.fault}: back to the default"
-            step_report.winners = cache.winners_at(step.bucket)
-
-    def _agree_on_winners(self, cache: CachePhase) -> None:
-        """Ranks that must choose alike compare what they chose; the lowest rank's choice repairs a difference."""
-        alike = self.agreement.within(self.host.topology.alike, "winners")
-        if alike.is_alone:
-            return
-        answers = alike.gather("winners", cache.winners())
-        first = answers[alike.ranks[0]]
-        mine = answers[self.host.topology.rank]
-        different = {key: first[key] for key in mine if key in first and first[key] != mine[key]}
-        if different:
-            cache.adopt(different)
-            self.report.disagreements = [
-                {"key": key, "rank": self.host.topology.rank, "had": mine[key], "now": choice}
-                for key, choice in different.items()
-            ]
-            logger.warning(
-                "FlashInfer autotune: rank %d chose differently from rank %d for %d records and took its choices",
-                self.host.topology.rank,
-                alike.ranks[0],
-                len(different),
-            )
 
     # MegaMoE ---------------------------------------------------------------------------------------------
 
@@ -477,7 +473,9 @@ class _Stage:
         return f"{self.report.profiles_tuned} profiles tuned in {len(todo) - left} steps{rest}"
 
     def _timed(self, name: str) -> _Stopwatch:
-        return _Stopwatch(lambda seconds: self.report.timings.__setitem__(name, round(seconds, 4)))
+        """Adds the seconds of its block to ``timings``."""
+        timings = self.report.timings
+        return _Stopwatch(lambda seconds: timings.update({name: round(timings.get(name, 0.0) + seconds, 4)}))
 
 
 class _Stopwatch:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from sglang.srt.autotune.records.document import read_json_object
 
 #: One H200, BF16, Qwen3-30B-A3B geometry: 21 buckets to 8192 tokens took 10 to 12 s, one by one.
 GPU_STEP_S = 0.55
@@ -63,3 +66,16 @@ def _source(seconds_per_step: float | None, device: str, gpu: str | None) -> str
     if gpu is not None and "H200" in gpu:
         return "as measured with Qwen3-30B-A3B"
     return "as measured on an H200 with Qwen3-30B-A3B; not measured on this GPU"
+
+
+def measured_pace(directory: Path | None) -> float | None:
+    """Seconds per step of the last start whose report lies in ``directory``; None when there is none to read."""
+    if directory is None:
+        return None
+    try:
+        steps = read_json_object(directory / "report.json")["steps"]
+        seconds = [float(step["seconds"]) for step in steps if step["source"] == "tuned"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    pace = sum(seconds) / len(seconds) if seconds else 0.0
+    return pace if 0 < pace < float("inf") else None
