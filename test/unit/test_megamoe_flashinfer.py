@@ -94,9 +94,9 @@ def test_the_layer_keeps_the_storage_of_the_prepared_weights():
 )
 def test_alignment_is_checked_with_the_rule_in_the_message(geometry, rule):
     with pytest.raises(ValueError, match=rule):
-        hopper(geometry).check_alignment()
+        hopper(geometry).check()
     with pytest.raises(ValueError, match="multiple of 64"):
-        Mxfp8MegaMoE(Geometry(96, 128, 8, 2), CPU, MegaMoEOptions()).check_alignment()
+        Mxfp8MegaMoE(Geometry(96, 128, 8, 2), CPU, MegaMoEOptions()).check()
 
 
 def test_candidates_are_flashinfers_with_its_default_first_and_variants_complete_the_screened():
@@ -105,7 +105,11 @@ def test_candidates_are_flashinfers_with_its_default_first_and_variants_complete
         candidates, screened = kernel.candidates(capacity), kernel.screened(capacity)
         assert candidates[0] == kernel.default_knobs(capacity) and len(candidates) == 38
         reached = screened + [variant for knobs in screened for variant in kernel.variants(knobs)]
-        assert len(screened) == 19 and all(knobs in reached for knobs in candidates)
+        assert (
+            screened[0] == candidates[0]
+            and len(screened) == 15
+            and all(knobs in reached for knobs in candidates)
+        )
         assert all(flashinfer_api.hopper_megamoe_is_valid(knobs) for knobs in reached)
         assert {knobs["fp8_accum_mode"] for knobs in candidates} == {"1xacc"}
 
@@ -217,3 +221,18 @@ def test_stored_blackwell_knobs_are_checked_for_form_and_for_what_the_user_forba
             kernel.check_knobs(bad)
     with pytest.raises(ValueError, match="IN_KERNEL_FC2_REDUCE is not set"):
         kernel.check_knobs({"in_kernel_fc2_reduce": True})
+
+
+def test_summing_in_the_kernel_is_refused_where_ranks_can_be_idle():
+    options = MegaMoEOptions(in_kernel_fc2_reduce=True)
+    HopperFp8MegaMoE(GEOMETRY, CPU, options).check()
+    with pytest.raises(ValueError, match="IN_KERNEL_FC2_REDUCE=1 is for one rank"):
+        HopperFp8MegaMoE(Geometry(256, 128, 8, 2, 2, 0), CPU, options).check()
+
+
+def test_a_flashinfer_without_the_kernel_is_refused_with_the_remedy(monkeypatch):
+    import flashinfer.moe_ep
+
+    monkeypatch.delattr(flashinfer.moe_ep, "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig")
+    with pytest.raises(ValueError, match="has no usable sm90_fp8.*install flashinfer-python 0.7.2 or later"):
+        hopper().check()

@@ -177,5 +177,5 @@ def create_kernel(
     capability = torch.cuda.get_device_capability(device)
     kernel_class = flashinfer.kernel_class_for(capability, quantization)
     kernel = kernel_class(geometry, device, options, group.device_group if group is not None else None)
-    kernel.check_alignment()
+    kernel.check()
     return kernel

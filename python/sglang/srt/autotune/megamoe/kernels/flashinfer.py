@@ -82,8 +82,15 @@ class FlashInferMegaMoE(MegaMoEKernel):
         self.variant = "in_kernel_fc2_reduce" if options.in_kernel_fc2_reduce else ""
         self._device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
-    def check_alignment(self) -> None:
-        """Raise ValueError, with the rule, when the geometry cannot be run."""
+    def check(self) -> None:
+        """Raise ValueError, with the rule, when the installed FlashInfer, the geometry or an option forbids a run."""
+        try:
+            self._config(None)
+        except (ImportError, TypeError) as error:
+            raise ValueError(
+                f"--moe-runner-backend flashinfer_megamoe: FlashInfer {flashinfer_api.version()} has no usable "
+                f"{self.name} ({error}); install flashinfer-python 0.7.2 or later"
+            ) from error
         geometry = self.geometry
         for what, size in (
             ("hidden", geometry.hidden_size),
@@ -127,7 +134,7 @@ class FlashInferMegaMoE(MegaMoEKernel):
     def prepare_weights(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
         from flashinfer.moe_ep import MoEWeightPack
 
-        self.check_alignment()
+        self.check()
         up, gate = w13.chunk(2, dim=1)
         # The layer keeps UP rows first, FlashInfer's MegaMoE wants GATE rows first.
         return self._preprocess(MoEWeightPack(torch.cat((gate, up), dim=1), w2))
@@ -190,6 +197,15 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
     kind: Literal["fp8_e4m3"] = "fp8_e4m3"
     scale_mode: Literal["blockwise"] = "blockwise"
 
+    def check(self) -> None:
+        super().check()
+        if self.options.in_kernel_fc2_reduce and self.geometry.world_size > 1:
+            # With it, a rank without tokens leaves its launch out and its peers would wait for ever.
+            raise ValueError(
+                f"SGLANG_FLASHINFER_MEGAMOE_IN_KERNEL_FC2_REDUCE=1 is for one rank with {self.name}: unset it, or use "
+                "--ep-size 1"
+            )
+
     def _config(self, knobs: Knobs | str | None) -> Any:
         from flashinfer.moe_ep import Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig
 
@@ -220,14 +236,17 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
         return flashinfer_api.hopper_megamoe_candidates(capacity, self.scale_mode)
 
     def screened(self, capacity: int) -> list[Knobs]:
-        """Every tile, cluster and schedule, with the results written back by the epilogue."""
-        return [knobs for knobs in self.candidates(capacity) if knobs["token_back_mode"] == "epi_warps"]
+        """One candidate for each launch geometry."""
+        by_geometry: dict[tuple[Any, ...], Knobs] = {}
+        for knobs in self.candidates(capacity):
+            by_geometry.setdefault(_launch_geometry(knobs), knobs)
+        return list(by_geometry.values())
 
     def variants(self, knobs: Knobs) -> list[Knobs]:
+        """The other candidates of the same launch geometry: how tokens go back, how tiles are grouped and split."""
+        geometry = _launch_geometry(knobs)
         return [
-            {**knobs, "token_back_mode": mode}
-            for mode in ("epi_warps", "reuse_dispatch_warps")
-            if mode != knobs["token_back_mode"]
+            other for other in self.candidates(1) if _launch_geometry(other) == geometry and other != knobs
         ]
 
     def check_knobs(self, knobs: Any) -> Knobs:
@@ -278,6 +297,10 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
         geometry = self.geometry
         weights = 3 * geometry.num_local_experts * geometry.intermediate_size * geometry.hidden_size
         return weights + _WORKER_OVERHEAD_BYTES
+
+
+def _launch_geometry(knobs: Knobs) -> tuple[Any, ...]:
+    return tuple(knobs[name] for name in ("swap_ab", "pingpong", "mma_tiler_mnk", "cluster_shape_mnk"))
 
 
 class BlackwellMegaMoE(FlashInferMegaMoE):
