@@ -107,6 +107,8 @@ class MegaMoERunner(MoERunner):
             logger.info("MegaMoE (%s): quantising the experts of %d layers", self.kernel.name, len(layers))
         for layer in layers:
             self._take_over(layer)
+        if self.kernel.device.type == "cuda":
+            torch.cuda.empty_cache()  # the KV pool is sized by what the driver calls free
 
     def _take_over(self, layer: FusedMoE) -> None:
         weights = self.kernel.prepare_weights(layer.w13.data, layer.w2.data)
