@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.layers.logit_adjustments import LogitBias, Penalties, TokenCounts
+from sglang.srt.layers.logits_processor import last_token_rows
+from sglang.srt.layers.logprobs import score_tokens
 from sglang.srt.layers.sampler import SamplingBatchInfo
+from sglang.srt.managers.logprobs import LogprobPlan
 from sglang.srt.managers.pipeline import PipelineLinks
 from sglang.srt.managers.process_life import Watchdog
 from sglang.srt.managers.schedule_batch import Req
@@ -17,6 +22,19 @@ from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+ROWS_AT_A_TIME = 128
+"""Prompt tokens whose logits are held at once while prompts are scored."""
+
+
+@dataclass(frozen=True)
+class BatchSampling:
+    """How the tokens of one batch are chosen."""
+
+    info: SamplingBatchInfo
+    penalties: Penalties | None
+    bias: LogitBias | None
 
 
 class ModelExecutor:
@@ -34,54 +52,104 @@ class ModelExecutor:
         pp = runner.parallel.pp
         self._links = PipelineLinks(pp) if pp.size > 1 else None
         # Of the batches that take turns; a decode batch keeps its parameters from step to step.
-        self._sampling: deque[tuple[list[Req], SamplingBatchInfo]] = deque(maxlen=pp.size)
+        self._sampling: deque[tuple[list[Req], BatchSampling]] = deque(maxlen=pp.size)
+        self._counts = TokenCounts(self._vocab_size, self.device)
 
     def launch(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         """Run this rank's part of the forward; see `Executor`."""
         with self._watchdog.guard():
             if self._links is None:
-                chosen = self._forward_and_sample(forward_batch, reqs, None).tolist()
-                return lambda: chosen
+                plan = LogprobPlan(forward_batch, reqs)
+                words = self._forward_and_sample(forward_batch, reqs, plan, None).tolist()
+                tokens = _tokens_of(words, len(reqs), plan)
+                return lambda: tokens
             return self._run_stage(self._links, forward_batch, reqs)
 
     def _run_stage(self, links: PipelineLinks, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         config = self._runner.model_config
+        plan = LogprobPlan(forward_batch, reqs)
         shape = (forward_batch.num_tokens, config.hidden_size)
         hidden_states = links.receive_hidden(shape, self._runner.dtype, self.device)
         if not links.is_last_stage:
             links.send_hidden(self._runner.forward_hidden(forward_batch, hidden_states))
-            receive = links.receive_tokens(len(reqs))
+            receive = links.receive_tokens(len(reqs) + plan.num_words)
 
             def tokens() -> list[int]:
                 with self._watchdog.guard():
-                    return receive()
+                    return _tokens_of(receive(), len(reqs), plan)
 
             return tokens
-        chosen = self._forward_and_sample(forward_batch, reqs, hidden_states).tolist()
-        links.send_tokens(chosen)
+        words = self._forward_and_sample(forward_batch, reqs, plan, hidden_states).tolist()
+        links.send_tokens(words)
+        chosen = _tokens_of(words, len(reqs), plan)
         return lambda: chosen
 
     def _forward_and_sample(
-        self, forward_batch: ForwardBatch, reqs: Sequence[Req], hidden_states: torch.Tensor | None
+        self,
+        forward_batch: ForwardBatch,
+        reqs: Sequence[Req],
+        plan: LogprobPlan,
+        hidden_states: torch.Tensor | None,
     ) -> torch.Tensor:
+        """The chosen tokens, then the words of `plan`, in one int64 tensor."""
+        runner = self._runner
         if forward_batch.mode is ForwardMode.IDLE:
-            self._runner.forward_hidden(forward_batch, hidden_states)
+            runner.forward_hidden(forward_batch, hidden_states)
             return forward_batch.input_ids  # none
-        logits = self._runner.forward(forward_batch, hidden_states)
+        if not plan.prompt_rows:
+            logits = runner.forward(forward_batch, hidden_states)
+            return self._with_scores(self._choose(logits, forward_batch, reqs), logits, plan, [])
+        hidden = runner.forward_hidden(forward_batch, hidden_states)
+        logits = runner.compute_logits(last_token_rows(hidden, forward_batch))
+        tokens = self._choose(logits, forward_batch, reqs)
+        return self._with_scores(tokens, logits, plan, self._score_prompts(hidden, plan))
+
+    def _choose(self, logits: torch.Tensor, batch: ForwardBatch, reqs: Sequence[Req]) -> torch.Tensor:
+        """`[B, V]` -> `[B]`, the same on all ranks of the replica."""
         sampling = self._sampling_info(reqs)
+        info, penalties = sampling.info, sampling.penalties
+        if penalties is not None:
+            counts = self._counts.of([reqs[i] for i in penalties.row_list])
+            logits = penalties.apply(logits, counts)
+        if sampling.bias is not None:
+            logits = sampling.bias.apply(logits)
         # The token to be chosen stands right behind the sequence.
-        tokens = self._runner.sampler(logits, sampling, forward_batch.seq_lens)
-        if not sampling.all_greedy:
+        tokens = self._runner.sampler(logits, info, batch.seq_lens)
+        if not info.all_greedy:
             # Sums of probabilities on a GPU are not exact to the last bit, and ranks must not part ways over one.
             self._attn_tp.broadcast(tokens)
+        if penalties is not None:
+            # A prompt that goes on in the next forward gets no token yet.
+            is_kept = [n >= req.num_tokens for n, req in zip(batch.seq_lens_cpu, reqs, strict=True)]
+            penalties.count(counts, tokens, is_kept)
         return tokens
 
-    def _sampling_info(self, reqs: Sequence[Req]) -> SamplingBatchInfo:
+    def _score_prompts(self, hidden: torch.Tensor, plan: LogprobPlan) -> list[torch.Tensor]:
+        """The scores of the prompt tokens that `plan` wants, a few rows at a time: a row of logits is large."""
+        rows = torch.tensor(plan.prompt_rows, device=self.device).split(ROWS_AT_A_TIME)
+        targets = torch.tensor(plan.prompt_targets, device=self.device).split(ROWS_AT_A_TIME)
+        return [
+            score_tokens(self._runner.compute_logits(hidden[some]), tokens, plan.num_top)
+            for some, tokens in zip(rows, targets, strict=True)
+        ]
+
+    def _with_scores(
+        self, tokens: torch.Tensor, logits: torch.Tensor, plan: LogprobPlan, scores: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """`tokens`, then the prompts' `scores` and those of the chosen tokens, flat."""
+        if plan.is_empty:
+            return tokens
+        if plan.output_rows:
+            rows = torch.tensor(plan.output_rows, device=self.device)
+            scores = [*scores, score_tokens(logits[rows], tokens[rows], plan.num_top)]
+        return torch.cat([tokens, *(score.flatten() for score in scores)])
+
+    def _sampling_info(self, reqs: Sequence[Req]) -> BatchSampling:
         for known, sampling in self._sampling:
             if known == reqs:
                 return sampling
         params = [req.sampling for req in reqs]
-        sampling = SamplingBatchInfo.build(
+        info = SamplingBatchInfo.build(
             temperatures=[p.temperature for p in params],
             top_ps=[p.top_p for p in params],
             top_ks=[p.top_k for p in params],
@@ -90,5 +158,14 @@ class ModelExecutor:
             vocab_size=self._vocab_size,
             device=self.device,
         )
+        sampling = BatchSampling(
+            info, Penalties.build(params, self.device), LogitBias.build(params, self.device)
+        )
         self._sampling.append((list(reqs), sampling))
         return sampling
+
+
+def _tokens_of(words: list[int], num_reqs: int, plan: LogprobPlan) -> list[int]:
+    """The tokens at the head of `words`; what follows is handed to the requests."""
+    plan.note(words[num_reqs:])
+    return words[:num_reqs]

@@ -75,6 +75,10 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     values: list[float | None] = msgspec.field(default_factory=list)
     top: list[list[tuple[int, float]]] = msgspec.field(default_factory=list)
 
+    def append(self, value: float | None, top: list[tuple[int, float]]) -> None:
+        self.values.append(value)
+        self.top.append(top)
+
     def extend(self, more: TokenLogprobs) -> None:
         self.values += more.values
         self.top += more.top

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang.srt.managers.io_struct import FinishReason, TokenizedRequest, TokenOutput
+from sglang.srt.managers.logprobs import RequestLogprobs
 from sglang.srt.mem_cache.memory_pool import PADDING_ROW
 from sglang.srt.mem_cache.radix_cache import Node
 from sglang.srt.model_executor.forward_batch import ForwardMode
@@ -39,6 +40,7 @@ class Req:
     num_sent: int = 0
     finish_reason: FinishReason | None = None
     matched_stop: int | None = None
+    logprobs: RequestLogprobs | None = None
     num_reused: int | None = None
     cache_node: Node | None = None
     num_shared: int = 0
@@ -46,7 +48,10 @@ class Req:
 
     @classmethod
     def from_message(cls, message: TokenizedRequest, max_total_tokens: int) -> Req:
-        return cls(message.rid, message.input_ids, message.sampling, message.incremental, max_total_tokens)
+        req = cls(message.rid, message.input_ids, message.sampling, message.incremental, max_total_tokens)
+        if message.logprobs is not None:
+            req.logprobs = RequestLogprobs(message.logprobs, len(message.input_ids))
+        return req
 
     @property
     def num_tokens(self) -> int:
@@ -59,8 +64,13 @@ class Req:
 
     @property
     def num_reusable(self) -> int:
-        """Tokens at its head whose keys and values may come from a cache: the next one is predicted from the last."""
-        return self.num_tokens - 1
+        """Tokens at its head whose keys and values may come from a cache.
+
+        Those after them must be computed, for the next token and for log-probabilities still wanted of the prompt.
+        """
+        if self.logprobs is None or self.logprobs.next_prompt_index >= len(self.prompt_ids):
+            return self.num_tokens - 1
+        return self.logprobs.next_prompt_index - 1
 
     @property
     def max_new_tokens_left(self) -> int:
@@ -103,6 +113,10 @@ class Req:
             self.rid, self.output_ids[self.num_sent :], self.finish_reason, self.matched_stop
         )
         output.num_cached_tokens = self.num_reused or 0
+        if self.logprobs is not None:
+            output.logprobs = self.logprobs.output.cut(self.num_sent, len(self.output_ids))
+            if self.num_sent == 0 and self.logprobs.prompt.values:
+                output.prompt_logprobs = self.logprobs.prompt
         self.num_sent += num_new
         return output
 

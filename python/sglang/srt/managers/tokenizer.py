@@ -18,6 +18,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         # The Rust tokenizer decodes several times faster than its Python wrapper, and never cleans up spaces.
         self._fast = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, server_args: ServerArgs) -> TextTokenizer:
@@ -59,3 +60,10 @@ class TextTokenizer:
         return self._tokenizer.decode(
             token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself; half a character is shown as the replacement character."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text

@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -132,8 +132,12 @@ class TokenizerManager:
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         logprobs_of = logprobs if isinstance(logprobs, Sequence) else [logprobs] * len(prompts)
+        for wanted in logprobs_of:
+            if wanted is not None:
+                wanted.num_top = min(wanted.num_top, self._vocab_size)
         for params in samplings:
             params.check()
+            self._require_in_vocabulary("logit_bias", params.logit_bias)
         token_ids = [self._token_ids(prompt) for prompt in prompts]
         rids = [f"{next(self._numbers):x}" for _ in range(len(token_ids) * n)]
         generation = Generation(token_ids, len(rids), lambda: self._abort(rids))
@@ -177,9 +181,14 @@ class TokenizerManager:
         assert self._tokenizer is not None
         return self._tokenizer.encode_chat(messages, arguments)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, special tokens included."""
         assert self._tokenizer is not None
-        return self._tokenizer.decode(token_ids, skip_special_tokens)
+        return self._tokenizer.token_text(token_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        return self._tokenizer.decode(token_ids)
 
     async def internal_states(self, timeout_s: float) -> list[InternalState]:
         """The counts of each attention-DP replica's scheduler now; none when they do not answer within `timeout_s`."""
@@ -249,10 +258,8 @@ class TokenizerManager:
         if isinstance(prompt, str):
             assert self._tokenizer is not None
             prompt = self._tokenizer.encode(prompt)
-        elif prompt and not 0 <= min(prompt) <= max(prompt) < self._vocab_size:
-            raise ValueError(
-                f"prompt has token ids outside the vocabulary, which are 0 to {self._vocab_size - 1}"
-            )
+        else:
+            self._require_in_vocabulary("prompt", prompt)
         if not prompt:
             raise ValueError("prompt must have at least one token")
         if len(prompt) >= self._max_total_tokens:
@@ -261,6 +268,12 @@ class TokenizerManager:
                 f"{self._max_total_tokens} tokens fit, prompt and output together"
             )
         return prompt
+
+    def _require_in_vocabulary(self, name: str, token_ids: Collection[int]) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._vocab_size:
+            raise ValueError(
+                f"{name} has token ids outside the vocabulary, which are 0 to {self._vocab_size - 1}"
+            )
 
     def _seeded(self, sampling: SamplingParams, copy: int) -> SamplingParams:
         """The parameters with a seed of their own: the workers draw nothing themselves, so that all ranks agree."""

@@ -17,9 +17,10 @@ MAX_SEED = 2**63 - 1
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling and stopping of one request; the names and defaults are SGLang's.
 
-    `temperature` 0 is greedy. `seed` makes the tokens a function of (prompt, parameters, seed), whatever
-    else runs in the batch. `stop` is matched on text by the process that detokenises; `stop_token_ids` and
-    the model's end tokens are matched on ids by the scheduler.
+    `temperature` 0 is greedy. Penalties weigh on the tokens given so far (see `logit_adjustments`), and `logit_bias`
+    maps token ids to what is added to their logits. `seed` makes the tokens a function of (prompt, parameters,
+    seed), whatever else runs in the batch. `stop` is matched on text by the process that detokenises;
+    `stop_token_ids` and the model's end tokens are matched on ids by the scheduler.
     """
 
     max_new_tokens: int = 128
@@ -27,6 +28,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_p: float = 1.0
     top_k: int = TOP_K_ALL
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     seed: int | None = None
     stop: list[str] = msgspec.field(default_factory=list)
     stop_token_ids: list[int] = msgspec.field(default_factory=list)
@@ -38,6 +43,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """Whether the most likely token is taken: at temperature 0, or when only one token is kept."""
         return self.temperature == 0.0 or self.top_k == 1
 
+    @property
+    def has_penalties(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
     def check(self) -> None:
         """Raise `ValueError`, naming the parameter and the values it takes, for the first that is out of range."""
         _require(self.max_new_tokens >= 0, "max_new_tokens", "at least 0", self.max_new_tokens)
@@ -48,6 +57,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             self.top_k == TOP_K_ALL or self.top_k >= 1, "top_k", "-1 (all tokens) or at least 1", self.top_k
         )
         _require(0.0 <= self.min_p <= 1.0, "min_p", "between 0 and 1", self.min_p)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, "between -2 and 2", getattr(self, name))
+        _require(
+            0.0 < self.repetition_penalty <= 2.0,
+            "repetition_penalty",
+            "above 0 and at most 2",
+            self.repetition_penalty,
+        )
+        for value in self.logit_bias.values():
+            _require(-100.0 <= value <= 100.0, "logit_bias", "made of numbers between -100 and 100", value)
         if self.seed is not None:
             _require(-MAX_SEED - 1 <= self.seed <= MAX_SEED, "seed", "a 64-bit integer", self.seed)
         _require(all(self.stop), "stop", "made of strings that are not empty", self.stop)

@@ -12,7 +12,9 @@ import msgspec
 
 from sglang.srt.entrypoints.openai.body import Unbuilt, or_default, parse_fields
 from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.logprobs import logprob_params
 from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES
+from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt
 from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
@@ -24,29 +26,22 @@ GENERATE_UNBUILT: Unbuilt = {
     "data_parallel_rank": (None,),
     "image_data": (None, []),
     "input_embeds": (None,),
-    "logprob_start_len": (None, -1),
     "lora_path": (None,),
     "return_hidden_states": (None, False),
-    "return_logprob": (None, False),
     "return_routed_experts": (None, False),
     "routed_dp_rank": (None,),
     "session_params": (None,),
     "token_ids_logprob": (None,),
-    "top_logprobs_num": (None, 0),
     "video_data": (None, []),
 }
 
 SAMPLING_UNBUILT: Unbuilt = {
     "custom_params": (None,),
     "ebnf": (None,),
-    "frequency_penalty": (None, 0),
     "json_schema": (None,),
-    "logit_bias": (None, {}),
     "min_new_tokens": (None, 0),
     "no_stop_trim": (None, False),
-    "presence_penalty": (None, 0),
     "regex": (None,),
-    "repetition_penalty": (None, 1),
     "spaces_between_special_tokens": (None, True),
     "stop_regex": (None, [], ""),
     "stream_interval": (None,),
@@ -62,6 +57,10 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     n: int | None = None
     sampling_seed: int | None = None
     seed: int | None = None
@@ -79,6 +78,10 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             top_p=or_default(self.top_p, 1.0),
             top_k=or_default(self.top_k, TOP_K_ALL),
             min_p=or_default(self.min_p, 0.0),
+            frequency_penalty=or_default(self.frequency_penalty, 0.0),
+            presence_penalty=or_default(self.presence_penalty, 0.0),
+            repetition_penalty=or_default(self.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias or {},
             seed=self.sampling_seed if self.sampling_seed is not None else self.seed,
             stop=[text for text in stop or [] if text],
             stop_token_ids=self.stop_token_ids or [],
@@ -99,6 +102,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     input_ids: list[int | list[int]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
     stream: bool | None = None
 
     @property
@@ -142,6 +149,17 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
                 param="n",
             )
         return [params.sampling(max_total_tokens) for params in parsed], num_copies
+
+    def logprobs(self, num_prompts: int) -> list[LogprobParams | None]:
+        """What is wanted for each prompt. A start of -1 is behind the prompt."""
+        wanted = _for_each("return_logprob", or_default(self.return_logprob, False), num_prompts)
+        start = -1 if self.logprob_start_len is None else self.logprob_start_len
+        starts: list[int] = _for_each("logprob_start_len", start, num_prompts)
+        num_top: list[int] = _for_each("top_logprobs_num", self.top_logprobs_num or 0, num_prompts)
+        return [
+            logprob_params(top, None if start < 0 else start, "top_logprobs_num") if is_wanted else None
+            for is_wanted, start, top in zip(wanted, starts, num_top, strict=True)
+        ]
 
     def ids(self, num_prompts: int) -> list[str] | None:
         """The names that the client gave its requests, if it did."""

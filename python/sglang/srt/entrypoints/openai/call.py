@@ -13,6 +13,7 @@ import msgspec
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.sampling_fields import SamplingFields, Usage
 from sglang.srt.managers.generation import EngineError, Generation, Piece
+from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class OpenAICall(ABC):
         manager: TokenizerManager,
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
+        logprobs: LogprobParams | None,
         prompt_name: str,
     ) -> None:
         """Starts the sequences. Raises `ApiError` 400 that names the field `prompt_name` when they cannot be served."""
@@ -43,7 +45,7 @@ class OpenAICall(ABC):
         }
         try:
             self._generation = manager.generate(
-                prompts, sampling, request.num_copies, incremental=bool(request.stream)
+                prompts, sampling, request.num_copies, bool(request.stream), logprobs
             )
         except ValueError as error:
             raise ApiError(400, str(error), param=prompt_name) from None

@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.openai.chat_protocol import (
     ChatMessage,
 )
 from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.logprobs import ChatLogprobs, chat_logprobs
 from sglang.srt.entrypoints.openai.sampling_fields import Usage
 from sglang.srt.managers.generation import Piece
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -33,13 +34,14 @@ class ChatCall(OpenAICall):
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
         sampling = request.sampling(default_max_tokens=manager.max_total_tokens)
-        super().__init__(request, model, manager, [prompt], sampling, "messages")
+        super().__init__(request, model, manager, [prompt], sampling, request.logprob_params(), "messages")
 
     def _answer(self, pieces: list[Piece], usage: Usage) -> ChatCompletionResponse:
         choices = [
             ChatChoice(
                 index=piece.index,
                 message=ChatMessage(content=piece.text),
+                logprobs=self._logprobs(piece),
                 finish_reason=piece.finish_reason,
                 matched_stop=piece.matched_stop,
             )
@@ -47,11 +49,17 @@ class ChatCall(OpenAICall):
         ]
         return ChatCompletionResponse(**self._head, choices=choices, usage=usage)  # type: ignore[arg-type]
 
+    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
+        if piece.logprobs is None:
+            return None
+        return chat_logprobs(piece.token_ids, piece.logprobs, self._manager.token_text)
+
     def _chunks(self, piece: Piece, is_first: bool) -> Iterator[list[ChatChunkChoice]]:
         if is_first:
             yield [ChatChunkChoice(index=piece.index, delta=ChatDelta(role="assistant", content=""))]
-        if piece.text:
-            yield [ChatChunkChoice(index=piece.index, delta=ChatDelta(content=piece.text))]
+        logprobs = self._logprobs(piece)
+        if piece.text or (logprobs is not None and logprobs.content):
+            yield [ChatChunkChoice(index=piece.index, delta=ChatDelta(content=piece.text), logprobs=logprobs)]
         if piece.finish_reason is not None:
             yield [
                 ChatChunkChoice(

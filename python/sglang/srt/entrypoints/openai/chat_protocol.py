@@ -8,7 +8,9 @@ import msgspec
 
 from sglang.srt.entrypoints.openai.body import Unbuilt, or_default
 from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.logprobs import ChatLogprobs, logprob_params
 from sglang.srt.entrypoints.openai.sampling_fields import UNBUILT, SamplingFields, Usage
+from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 CHAT_UNBUILT: Unbuilt = {
@@ -18,11 +20,9 @@ CHAT_UNBUILT: Unbuilt = {
     "documents": (None, []),
     "function_call": (None, "none", "auto"),
     "functions": (None, []),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "web_search_options": (None,),
 }
 
@@ -40,6 +40,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages with text contents. Raises `ApiError` for what is no message or holds more than text."""
@@ -62,6 +64,14 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling_with(or_default(given, default_max_tokens), name)
+
+    def logprob_params(self) -> LogprobParams | None:
+        """What the engine is asked for."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+            return None
+        return logprob_params(or_default(self.top_logprobs, 0), None, "top_logprobs")
 
     def check(self) -> None:
         """Raise `ApiError` for the fields that are neither the messages' nor the sampler's."""
@@ -103,7 +113,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     matched_stop: str | int | None = None
 
@@ -127,7 +137,7 @@ class ChatDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     matched_stop: str | int | None = None
 

@@ -8,14 +8,16 @@ import msgspec
 
 from sglang.srt.entrypoints.openai.body import Unbuilt, or_default
 from sglang.srt.entrypoints.openai.errors import ApiError
+from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, logprob_params
 from sglang.srt.entrypoints.openai.sampling_fields import UNBUILT, SamplingFields, Usage
+from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of the completions endpoint."""
 
-COMPLETION_UNBUILT: Unbuilt = {**UNBUILT, "logprobs": (None,), "suffix": (None, "")}
+COMPLETION_UNBUILT: Unbuilt = {**UNBUILT, "suffix": (None, "")}
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -24,6 +26,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     prompt: str | list[str | int | list[int]]
     max_tokens: int | None = None
     echo: bool | None = None
+    logprobs: int | None = None
 
     def prompts(self) -> list[Prompt]:
         """The prompts of the four accepted shapes: text, texts, token ids, lists of token ids."""
@@ -44,6 +47,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """The sampling parameters, with this endpoint's defaults. Raises `ApiError` when one is out of range."""
         return self.sampling_with(or_default(self.max_tokens, DEFAULT_MAX_TOKENS), "max_tokens")
 
+    def logprob_params(self) -> LogprobParams | None:
+        """What the engine is asked for; with `echo` it is the prompt's as well."""
+        if self.logprobs is None:
+            return None
+        return logprob_params(self.logprobs, 0 if self.echo else None, "logprobs")
+
     def check(self) -> None:
         """Raise `ApiError` for the fields that are neither the prompt's nor the sampler's."""
         self.check_copies(len(self.prompts()))
@@ -54,7 +63,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     matched_stop: str | int | None = None
 

@@ -16,16 +16,12 @@ UNBUILT: Unbuilt = {
     "custom_logit_processor": (None,),
     "custom_params": (None,),
     "ebnf": (None,),
-    "frequency_penalty": (None, 0),
     "json_schema": (None,),
     "length_penalty": (None, 1),
-    "logit_bias": (None, {}),
     "lora_path": (None,),
     "min_tokens": (None, 0),
     "no_stop_trim": (None, False),
-    "presence_penalty": (None, 0),
     "regex": (None,),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "return_hidden_states": (None, False),
     "session_params": (None,),
@@ -48,6 +44,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
     n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -80,6 +80,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             top_p=or_default(self.top_p, 1.0),
             top_k=or_default(self.top_k, TOP_K_ALL),
             min_p=or_default(self.min_p, 0.0),
+            frequency_penalty=or_default(self.frequency_penalty, 0.0),
+            presence_penalty=or_default(self.presence_penalty, 0.0),
+            repetition_penalty=or_default(self.repetition_penalty, 1.0),
+            logit_bias=self.logit_bias or {},
             seed=self.seed,
             stop=[text for text in stop or [] if text],
             stop_token_ids=self.stop_token_ids or [],
