@@ -25,6 +25,8 @@ from sglang.srt.managers.generation import EngineError, Generation, Piece, Seque
 from sglang.srt.managers.io_struct import (
     AbortRequest,
     BatchTokenOutput,
+    CacheFlushed,
+    FlushCache,
     GetInternalState,
     InternalState,
     LogprobParams,
@@ -82,7 +84,7 @@ class TokenizerManager:
         self._routes: dict[str, tuple[Generation, SequenceState]] = {}
         self._num_replicas = server_args.attn_dp_size
         self._dispatcher = Dispatcher(self._num_replicas)
-        self._states: dict[int, asyncio.Queue[InternalState]] = {}
+        self._answers: dict[int, asyncio.Queue[InternalState | CacheFlushed]] = {}
         self._numbers = itertools.count()
         self._seeds = random.Random(server_args.random_seed)
         self.last_output_s = -math.inf
@@ -110,8 +112,8 @@ class TokenizerManager:
                     self.last_output_s = time.monotonic()
                     for output in outputs:
                         self._route(output)
-                case InternalState(ticket=ticket):
-                    if (answers := self._states.get(ticket)) is not None:
+                case InternalState(ticket=ticket) | CacheFlushed(ticket=ticket):
+                    if (answers := self._answers.get(ticket)) is not None:
                         answers.put_nowait(message)
                 case _:
                     self._on_startup_message(message)
@@ -192,20 +194,32 @@ class TokenizerManager:
 
     async def internal_states(self, timeout_s: float) -> list[InternalState]:
         """The counts of each attention-DP replica's scheduler now; none when they do not answer within `timeout_s`."""
-        ticket = next(self._numbers)
-        answers: asyncio.Queue[InternalState] = asyncio.Queue()
-        self._states[ticket] = answers
-        self._send(GetInternalState(ticket))
+        answers = await self._ask_replicas(GetInternalState, timeout_s)
+        return [answer for answer in answers if isinstance(answer, InternalState)]
 
-        async def all_answers() -> list[InternalState]:
+    async def flush_cache(self, timeout_s: float) -> bool:
+        """Empty the prefix caches; False when a replica has requests, or does not answer within `timeout_s`."""
+        answers = await self._ask_replicas(FlushCache, timeout_s)
+        return bool(answers) and all(isinstance(answer, CacheFlushed) and answer.is_done for answer in answers)
+
+    async def _ask_replicas(
+        self, question: type[GetInternalState] | type[FlushCache], timeout_s: float
+    ) -> list[InternalState | CacheFlushed]:
+        """The answers of all attention-DP replicas in their order; none when one does not answer in time."""
+        ticket = next(self._numbers)
+        answers: asyncio.Queue[InternalState | CacheFlushed] = asyncio.Queue()
+        self._answers[ticket] = answers
+        self._send(question(ticket))
+
+        async def all_answers() -> list[InternalState | CacheFlushed]:
             return [await answers.get() for _ in range(self._num_replicas)]
 
         try:
-            return sorted(await asyncio.wait_for(all_answers(), timeout_s), key=lambda state: state.replica)
+            return sorted(await asyncio.wait_for(all_answers(), timeout_s), key=lambda answer: answer.replica)
         except asyncio.TimeoutError:
             return []
         finally:
-            del self._states[ticket]
+            del self._answers[ticket]
 
     def fail_all(self, message: str) -> None:
         """End every generation with an `EngineError`."""

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.disconnect import EventStream, answer_while_connecte
 from sglang.srt.entrypoints.native.generate import GenerateCall
 from sglang.srt.entrypoints.native.protocol import GENERATE_UNBUILT, GenerateRequest
 from sglang.srt.entrypoints.openai.body import parse_body
-from sglang.srt.entrypoints.openai.errors import json_response
+from sglang.srt.entrypoints.openai.errors import ApiError, json_response
 from sglang.srt.entrypoints.services import Services
 from sglang.srt.managers.generation import EngineError
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -21,9 +21,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 HEALTH_TIMEOUT_S = 20.0
 """How long `/health_generate` waits for a token."""
 
+FLUSH_TIMEOUT_S = 5.0
+"""How long `/flush_cache` waits for the schedulers, which answer between two forwards."""
+
 
 def add_native_routes(app: FastAPI, services: Services) -> None:
-    """Serve `/generate`, `/model_info` and `/health_generate`."""
+    """Serve `/generate`, `/model_info`, `/flush_cache` and `/health_generate`."""
 
     @app.post("/generate")
     @app.put("/generate")
@@ -50,6 +53,14 @@ def add_native_routes(app: FastAPI, services: Services) -> None:
                 "has_audio_understanding": False,
             }
         )
+
+    @app.post("/flush_cache")
+    @app.get("/flush_cache")
+    async def flush_cache() -> Response:
+        services.require_ready()
+        if await services.manager.flush_cache(FLUSH_TIMEOUT_S):
+            return Response("Cache flushed.\n", media_type="text/plain")
+        raise ApiError(400, "the cache is flushed only while no request runs or waits", code="busy")
 
     @app.get("/health_generate")
     async def health_generate() -> Response:

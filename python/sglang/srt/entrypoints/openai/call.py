@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.openai.errors import ApiError
-from sglang.srt.entrypoints.openai.sampling_fields import SamplingFields, Usage
+from sglang.srt.entrypoints.openai.sampling_fields import PromptTokensDetails, SamplingFields, Usage
 from sglang.srt.managers.generation import EngineError, Generation, Piece
 from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt, TokenizerManager
@@ -62,6 +62,9 @@ class OpenAICall(ABC):
     def _chunk(self, choices: list[Any], usage: Usage | None) -> msgspec.Struct:
         """One chunk of a stream."""
 
+    def _usage(self, generation: Generation, last_pieces: dict[int, Piece]) -> Usage:
+        return _usage(generation, last_pieces, self._request.num_copies)
+
     async def answer(self) -> msgspec.Struct:
         """The whole answer. Cancelling it aborts the sequences."""
         finished: dict[int, Piece] = {}
@@ -72,7 +75,7 @@ class OpenAICall(ABC):
             except EngineError as error:
                 raise ApiError(500, str(error)) from None
         pieces = [piece for _, piece in sorted(finished.items())]
-        return self._answer(pieces, _usage(generation, finished))
+        return self._answer(pieces, self._usage(generation, finished))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Closing the iterator aborts the sequences."""
@@ -82,7 +85,7 @@ class OpenAICall(ABC):
                 async for piece in generation.pieces():
                     is_first = piece.index not in seen
                     seen[piece.index] = piece
-                    usage = _usage(generation, seen) if self._request.wants_usage_always else None
+                    usage = self._usage(generation, seen) if self._request.wants_usage_always else None
                     for choices in self._chunks(piece, is_first):
                         yield _event(self._chunk(choices, usage))
         except EngineError as error:
@@ -90,7 +93,7 @@ class OpenAICall(ABC):
             yield _event(ApiError(500, str(error)).body())
             return
         if self._request.wants_usage:
-            yield _event(self._chunk([], _usage(generation, seen)))
+            yield _event(self._chunk([], self._usage(generation, seen)))
         yield DONE
 
 
@@ -105,10 +108,14 @@ def check_model(requested: str | None, names: Sequence[str]) -> None:
         )
 
 
-def _usage(generation: Generation, last_pieces: dict[int, Piece]) -> Usage:
+def _usage(generation: Generation, last_pieces: dict[int, Piece], num_copies: int) -> Usage:
     num_output = sum(piece.num_tokens for piece in last_pieces.values())
     num_prompt = generation.num_prompt_tokens
-    return Usage(num_prompt, num_output, num_prompt + num_output)
+    # A prompt counts once, however many copies of it run.
+    num_cached = sum(
+        piece.num_cached_tokens for index, piece in last_pieces.items() if index % num_copies == 0
+    )
+    return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
 
 
 def _event(content: Any) -> bytes:

@@ -109,7 +109,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """`cached_tokens` were found in the prefix cache."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
