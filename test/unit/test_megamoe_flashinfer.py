@@ -236,3 +236,21 @@ def test_a_flashinfer_without_the_kernel_is_refused_with_the_remedy(monkeypatch)
     monkeypatch.delattr(flashinfer.moe_ep, "Sm90_Fp8_Fp8_Bf16_PullCutedsl_MegaMoeConfig")
     with pytest.raises(ValueError, match="has no usable sm90_fp8.*install flashinfer-python 0.7.2 or later"):
         hopper().check()
+
+
+def test_references_are_counted_where_flashinfer_keeps_them():
+    """Fails when FlashInfer moves its pool or the handle's link to it."""
+    from flashinfer.moe_ep import FleetParams, MoEEpMegaWorkspace
+    from flashinfer.moe_ep.core.kernel.workspace_pool import acquire_workspace, release_workspace
+
+    class Layer:
+        """Stands where a layer on a GPU would: a handle keeps a weak reference to it."""
+
+    buffers, layer = object(), Layer()
+    handle = MoEEpMegaWorkspace(layer, FleetParams(8, 4, 64), buffers)
+    assert flashinfer_api.megamoe_pool_references(handle) == 0
+    for expected in (1, 2):
+        acquire_workspace(("a key",), lambda: buffers)
+        assert flashinfer_api.megamoe_pool_references(handle) == expected
+    assert [release_workspace(buffers), release_workspace(buffers)] == [False, True]
+    assert flashinfer_api.megamoe_pool_references(handle) == 0
