@@ -26,9 +26,12 @@ MAX_TACTICS = 10_000
 
 
 class Blocklist:
-    """The file ``tactics_blocklist.json``; one that cannot be read counts as empty and is set aside on writing."""
+    """The file ``tactics_blocklist.json``; one that cannot be read counts as empty and is set aside on writing.
 
-    def __init__(self, path: Path) -> None:
+    Without a path it is empty and keeps nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
         self.path = path
 
     def read(self) -> dict[str, list[Any]]:
@@ -43,21 +46,25 @@ class Blocklist:
         self, tactics: Iterable[tuple[str, str, Any]], reason: str, environment: Mapping[str, str]
     ) -> None:
         """Add ``(op, runner, tactic in JSON form)`` entries; failing to write is a warning, never fatal."""
+        if self.path is None:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Ranks and engines find the same wrong tactic at the same time.
             with file_lock(self.path.with_name(f"{self.path.name}.lock"), _LOCK_TIMEOUT_S):
-                self._add(list(tactics), reason, dict(environment))
+                self._add(self.path, list(tactics), reason, dict(environment))
         except OSError as error:
             logger.warning("FlashInfer autotune cannot note a wrong tactic in %s: %s", self.path, error)
 
-    def _add(self, tactics: list[tuple[str, str, Any]], reason: str, environment: dict[str, str]) -> None:
+    def _add(
+        self, path: Path, tactics: list[tuple[str, str, Any]], reason: str, environment: dict[str, str]
+    ) -> None:
         content = self._content()
         if content.get("_metadata") != environment:
             # Other builds number their tactics differently: what they found says nothing here.
             content = {}
-            if os.path.lexists(self.path):
-                os.rename(self.path, free_name(self.path, "old"))
+            if os.path.lexists(path):
+                os.rename(path, free_name(path, "old"))
         invalid = content.get("invalid_tactics", {})
         reasons = content.get("reasons", {})
         for op, runner, tactic in tactics:
@@ -66,10 +73,12 @@ class Blocklist:
                 listed.append(tactic)
             reasons[f"{op}::{runner}::{tactic}"] = printable(reason, 500)
         content = {"_metadata": environment, "invalid_tactics": invalid, "reasons": reasons}
-        replace_file(self.path, (json.dumps(content, indent=2) + "\n").encode())
+        replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
 
     def _content(self) -> dict[str, Any]:
         """The file when all of it is as it should be, else nothing."""
+        if self.path is None:
+            return {}
         try:
             content = read_json_object(self.path)
             lists = content.get("invalid_tactics")

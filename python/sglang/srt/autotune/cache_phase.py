@@ -22,11 +22,14 @@ from sglang.srt.autotune.records.placement import cache_path_of, sm_name
 from sglang.srt.autotune.records.record import RecordKey, RecordSet, StepEntry, parse_key
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
+from sglang.srt.autotune.records.trust import distrust, doubt
 from sglang.srt.autotune.report import StageReport, StepReport, rejections
 from sglang.srt.autotune.settings import StageSettings
 
 logger = logging.getLogger(__name__)
 
+#: Rejected entries of one file that are named one by one.
+_MAX_PROBLEMS = 20
 _SOURCE_WORDS = {"seed": "seeded", "user": "user", "given": "given", "tuned": "tuned"}
 
 
@@ -37,14 +40,18 @@ class CachePhase:
         self._host, self._settings, self._report = host, settings, report
         self._environment = flashinfer_api.environment()
         report.environment = self._environment
-        path, fallback = self._place()
-        self._store = RecordStore(path, self._environment, fallback=fallback)
+        if words := doubt(settings.cache_root):
+            report.warnings.append(words)
+            logger.warning("FlashInfer autotune: %s", words)
+        self._store = self._open_store()
         self._merged = MergedRecords()
         self._committed: set[str] = set()
-        report.cache_path = str(path)
+        report.cache_path = str(self._store.path)
 
     @property
-    def journal_path(self) -> Path:
+    def journal_path(self) -> Path | None:
+        if self._store.distrust:
+            return None
         return self._store.path.with_name(f"{self._store.path.stem}.journal")
 
     @property
@@ -197,17 +204,21 @@ class CachePhase:
     def _sm(self) -> str:
         return sm_name(self._host.capability)
 
-    def _place(self) -> tuple[Path, Path | None]:
+    def _open_store(self) -> RecordStore:
         """This rank's file, and the one to read where it does not exist yet."""
-        identity, topology = self._host.identity, self._host.topology
-        cache_path = cache_path_of(identity, self._settings, self._environment, self._sm)
+        identity, topology, settings = self._host.identity, self._host.topology, self._settings
+        cache_path = cache_path_of(identity, settings, self._environment, self._sm)
         place = RankPlace(
             topology.tp_rank, topology.pp_rank, topology.dp_rank, identity.draft, identity.gpu_uuid
         )
-        if not self._settings.use_cache:
-            return cache_path.fresh_records(place, self._settings.run_id), None
+        path = cache_path.records(place)
+        if not settings.use_cache:
+            path = cache_path.fresh_records(place, settings.run_id)
+        reason = distrust(settings.cache_root, path)
+        if reason or not settings.use_cache:
+            return RecordStore(path, self._environment, distrust=reason)
         cache_path.describe()
-        return cache_path.records(place), cache_path.fallback(place)
+        return RecordStore(path, self._environment, fallback=cache_path.fallback(place))
 
     def _load_into_tuner(self, records: RecordSet) -> None:
         if not records.records and not records.namespaces:
@@ -220,7 +231,11 @@ class CachePhase:
         assert loaded, "FlashInfer refused a file that carries this process's own stamp"
 
     def _report_problems(self, source: str, loaded: LoadedRecords) -> None:
-        for problem in rejections(source, loaded):
+        problems = rejections(source, loaded)
+        if len(problems) > _MAX_PROBLEMS:  # a file of nonsense must not fill the log
+            rest = f"{loaded.path}: {len(problems) - _MAX_PROBLEMS} more entries are not used"
+            problems = [*problems[:_MAX_PROBLEMS], {**problems[-1], "reason": rest}]
+        for problem in problems:
             self._report.records.rejected.append(problem)
             logger.warning("FlashInfer autotune does not use a record: %s", problem["reason"])
 
@@ -231,7 +246,8 @@ class CachePhase:
 def blocklist_of(cache_root: Path, sm: str) -> Blocklist:
     """Where wrong tactics are noted; known before FlashInfer's tuner exists, which reads it when it is created."""
     version = safe_part(flashinfer_api.version())
-    return Blocklist(cache_root / "flashinfer" / "autotune" / version / sm / "tactics_blocklist.json")
+    path = cache_root / "flashinfer" / "autotune" / version / sm / "tactics_blocklist.json"
+    return Blocklist(None if distrust(cache_root, path) else path)
 
 
 def _parse(key: str) -> RecordKey | None:

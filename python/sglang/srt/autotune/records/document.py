@@ -42,7 +42,10 @@ GENERATION_KEY = "_generation"
 ANNOTATIONS_KEY = "sglang"
 ANNOTATIONS_SCHEMA = 1
 
-MAX_FILE_BYTES = 256 * 2**20
+#: A start's own file has hundreds of entries and some 100 KB. Beyond these bounds a file would cost a start seconds and
+#: hundreds of megabytes, again at every step.
+MAX_FILE_BYTES = 16 * 2**20
+MAX_ENTRIES = 20_000
 MAX_KEY_LENGTH = 64 * 1024
 MAX_JSON_DEPTH = 64
 
@@ -91,7 +94,11 @@ def read_document(
 def parse_document(data: bytes, name: str, *, check_generation: bool = False) -> Document | RejectedFile:
     """Parse a file's bytes; ``name`` is used in reasons only."""
     content = _parse_object(data, name)
-    return content if isinstance(content, RejectedFile) else _document_from(content, check_generation)
+    if isinstance(content, RejectedFile):
+        return content
+    if _count_entries(content) > MAX_ENTRIES:
+        return RejectedFile(name, f"has more than {MAX_ENTRIES} entries", "too-many")
+    return _document_from(content, check_generation)
 
 
 def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -146,6 +153,12 @@ def _parse_object(data: bytes, name: str) -> dict[str, Any] | RejectedFile:
     if not isinstance(content, dict):
         return RejectedFile(name, f"holds a JSON {type(content).__name__}, not an object", "not-an-object")
     return content
+
+
+def _count_entries(content: dict[str, Any]) -> int:
+    namespaces = content.get(NAMESPACES_KEY)
+    groups = namespaces.values() if isinstance(namespaces, dict) else ()
+    return len(content) + sum(len(group) for group in groups if isinstance(group, dict))
 
 
 def _document_from(content: dict[str, Any], check_generation: bool) -> Document:

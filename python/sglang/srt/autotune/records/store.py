@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import logging
 import os
 import random
@@ -112,7 +113,8 @@ class RecordStore:
 
     ``environment`` is FlashInfer's seven-field stamp of this process; it is needed to write and, where given,
     checked on reading. ``fallback`` is read where ``path`` does not exist yet (a file of the same
-    environment, such as the one of a GPU that this pod has moved away from); it is never written.
+    environment, such as the one of a GPU that this pod has moved away from); it is never written. ``distrust`` is why
+    the place must not be used, if so: then records are kept in memory only.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class RecordStore:
         fallback: str | os.PathLike[str] | None = None,
         lock_timeout_s: float = 10.0,
         locking: bool = True,
+        distrust: str | None = None,
     ):
-        self.path = Path(os.path.realpath(path))
+        self.path = Path(path if distrust else os.path.realpath(path))
+        self.distrust = distrust
         self.environment = dict(environment) if environment is not None else None
         self.fallback = Path(fallback) if fallback is not None else None
         self.writable = True
@@ -137,6 +141,15 @@ class RecordStore:
 
     def load(self) -> LoadedRecords:
         """What can be used now: the file (or the fallback), and what this process holds in memory."""
+        if self.distrust:
+            problem = RejectedFile(str(self.path), f"is not read: {self.distrust}", "distrusted")
+            return LoadedRecords(
+                self._mine.records,
+                self._mine.namespaces,
+                self._mine.steps,
+                path=str(self.path),
+                rejected_file=problem,
+            )
         loaded = load_file(self.path, source=None, environment=self.environment)
         if not loaded.exists and self.fallback is not None:
             loaded = load_file(self.fallback, source=None, environment=self.environment)
@@ -224,6 +237,8 @@ class RecordStore:
         return changed
 
     def _try_to_write(self, edit: Edit, settle: Edit) -> bool:
+        if self.distrust:
+            raise PermissionError(errno.EPERM, self.distrust)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         changed = False
         for attempt in range(MAX_ATTEMPTS):
