@@ -1,4 +1,4 @@
-"""What a machine without a GPU or weights knows of gpt-oss: flags parse, the start is planned, records are told apart."""
+"""What a machine without a GPU or weights knows of gpt-oss: flags parse, starts are planned, records told apart."""
 
 from __future__ import annotations
 

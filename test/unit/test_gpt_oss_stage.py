@@ -1,4 +1,4 @@
-"""A start of a small gpt-oss: tuned cold, answered from records warm, the same tokens whichever choices are in force."""
+"""A start of a small gpt-oss: tuned cold, answered from records warm, the same tokens whatever choices are in force."""
 
 from __future__ import annotations
 
