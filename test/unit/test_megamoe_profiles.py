@@ -202,11 +202,19 @@ def test_flashinfer_reads_the_knob_cache_that_is_written_here_and_the_reverse(tm
         "num_experts": 8,
         "topk": 2,
     }
-    ours = {"mma_tiler_mnk": (256, 32, 128), "swap_ab": True}
-    knob_file.record(path, fields, 8, ours, 42.0, "sweep")
-    theirs = {"mma_tiler_mnk": (128, 16, 128), "swap_ab": False}
-    flashinfer_api.hopper_megamoe_record(theirs, **fields, max_tokens=64, p50_us=50.0, source="autotune")
-    for capacity, expected in ((1, ours), (8, ours), (9, theirs), (64, theirs), (65, theirs)):
+    small = {"mma_tiler_mnk": (256, 32, 128), "swap_ab": True}
+    large = {"mma_tiler_mnk": (128, 16, 128), "swap_ab": False}
+    for capacity, knobs in ((8, small), (64, large)):
+        flashinfer_api.hopper_megamoe_record(
+            knobs, **fields, max_tokens=capacity, p50_us=50.0, source="autotune"
+        )
+    # A start stores entries as FlashInfer wrote them, and hands them back one by one under the same version.
+    entries, version = [knob_file.entry_at(path, fields, c) for c in (8, 64)], knob_file.version_of(path)
+    path.unlink()
+    for entry in entries:
+        assert entry is not None
+        knob_file.restore(path, [json.loads(json.dumps(entry))], version)
+    for capacity, expected in ((1, small), (8, small), (9, large), (64, large), (65, large)):
         assert flashinfer_api.hopper_megamoe_lookup(**fields, max_tokens=capacity) == expected
         assert knob_file.lookup(path, fields, capacity) == expected
     assert knob_file.lookup(path, {**fields, "topk": 4}, 8) is None
