@@ -103,7 +103,7 @@ class GenerateCall:
                 prompts, samplings, num_copies, bool(request.stream), logprobs
             )
         except ValueError as error:
-            raise ApiError(400, str(error), param=request.prompt_name) from None
+            raise ApiError.refusing(error, request.prompt_name) from None
         text_of = manager.token_text if request.return_text_in_logprobs else None
         self._sequences = [
             _Sequence(_id(ids, prompt, copy, num_copies), prompt_ids, logprobs[prompt], text_of)

@@ -41,7 +41,7 @@ def parse_fields(fields: Any, kind: type[T], unbuilt: Unbuilt) -> T:
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        named = re.search(r"at `\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
+        named = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
         raise ApiError(400, str(error), param=named.group(1) if named else None) from None
 
 

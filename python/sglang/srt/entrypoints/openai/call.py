@@ -48,7 +48,7 @@ class OpenAICall(ABC):
                 prompts, sampling, request.num_copies, bool(request.stream), logprobs
             )
         except ValueError as error:
-            raise ApiError(400, str(error), param=prompt_name) from None
+            raise ApiError.refusing(error, prompt_name) from None
 
     @abstractmethod
     def _answer(self, pieces: list[Piece], usage: Usage) -> msgspec.Struct:

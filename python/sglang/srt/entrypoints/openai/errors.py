@@ -26,6 +26,14 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
 
+    @classmethod
+    def refusing(cls, error: ValueError, prompt_name: str) -> ApiError:
+        """400 for a request that the engine does not take: `error` begins with the parameter at fault, which may be the
+        prompt, in this endpoint's field `prompt_name`.
+        """
+        name = str(error).split()[0]
+        return cls(400, str(error), param=prompt_name if name == "prompt" else name)
+
     def body(self) -> dict[str, Any]:
         error_type = _TYPES.get(self.status, "internal_server_error")
         return {
