@@ -45,11 +45,18 @@ def test_integer_out_of_bounds_is_refused(monkeypatch: pytest.MonkeyPatch, text:
         samples.SAMPLE_COUNT.get()
 
 
-@pytest.mark.parametrize("text", ["nan", "0", "-1", "soon"])
-def test_timeout_must_be_a_positive_number(monkeypatch: pytest.MonkeyPatch, text: str):
+@pytest.mark.parametrize("text", ["nan", "inf", "1e400", "0", "-1", "soon"])
+def test_timeout_must_be_a_positive_finite_number(monkeypatch: pytest.MonkeyPatch, text: str):
     monkeypatch.setenv("SGLANG_AUTOTUNE_TIMEOUT", text)
     with pytest.raises(ValueError, match="SGLANG_AUTOTUNE_TIMEOUT"):
         envs.SGLANG_AUTOTUNE_TIMEOUT.get()
+
+
+@pytest.mark.parametrize("text", ["/tmp/a\nb", "/tmp/\x1b[31m", os.fsdecode(b"/tmp/\xff")])
+def test_a_path_that_would_spoil_a_log_line_is_refused(monkeypatch: pytest.MonkeyPatch, text: str):
+    monkeypatch.setenv("SGLANG_CACHE_DIR", text)
+    with pytest.raises(ValueError, match="SGLANG_CACHE_DIR=.* printable"):
+        envs.SGLANG_CACHE_DIR.get()
 
 
 def test_value_is_read_when_asked(monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ A variable is read when it is asked for, never at import, so a test or an embedd
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -89,9 +90,11 @@ class EnvStr(EnvField[str]):
 class EnvPath(EnvField[str]):
     """A file system path; a leading `~` means the home directory."""
 
-    accepts = "a path"
+    accepts = "a path of printable characters"
 
     def parse(self, text: str) -> str:
+        if not text.isprintable():  # it is written to logs and into JSON
+            raise ValueError(text)
         if text.startswith("~"):
             return os.path.join(home_dir(), text[1:].lstrip("/")) if text[1:2] in ("", "/") else text
         return os.path.abspath(text)
@@ -122,7 +125,7 @@ class _EnvNumber(EnvField[T]):
 
     def parse(self, text: str) -> T:
         value = self.kind(text)
-        if value != value or (self.minimum is not None and value < self.minimum):
+        if not math.isfinite(value) or (self.minimum is not None and value < self.minimum):
             raise ValueError(text)
         return value
 

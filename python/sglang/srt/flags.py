@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def _check_one(name: str, spec: FlagSpec, value: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(spec.choices)} (got {value!r})")
     if spec.minimum is None and spec.maximum is None:
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number (got {value!r})")
     if spec.minimum is not None and value < spec.minimum:
         raise ValueError(f"{name} must be at least {spec.minimum:g} (got {value:g})")
