@@ -11,6 +11,7 @@ A rank that is alone needs no symmetric memory (`MEGA_NO_DIST=1`); several ranks
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ class FlashInferOwner(Owner):
     def __init__(self, layer: Any, tensors: Any, scales: dict[str, torch.Tensor]) -> None:
         self.layer, self._tensors, self._scales = layer, tensors, scales
         self._has_view = bool(layer.supports_output_view)
+        self._takes_output = "output" in inspect.signature(tensors).parameters  # since 0.7.2
 
     def create_workspace(self, max_tokens_per_rank: int) -> Workspace:
         workspace: Workspace = self.layer.create_workspace(max_tokens_per_rank)
@@ -53,15 +55,18 @@ class FlashInferOwner(Owner):
         result: torch.Tensor = self.layer.forward(
             self._bundle(inputs), workspace=workspace, return_workspace_view=as_view
         )
+        if inputs.output is not None and not self._takes_output:
+            return inputs.output[: inputs.num_tokens].copy_(result)
         return result
 
     def destroy(self) -> None:
         self.layer.destroy()
 
     def _bundle(self, inputs: MegaInputs) -> Any:
-        return self._tensors(
-            inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, output=inputs.output, **self._scales
-        )
+        optional = dict(self._scales)
+        if inputs.output is not None and self._takes_output:
+            optional["output"] = inputs.output
+        return self._tensors(inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, **optional)
 
 
 class FlashInferMegaMoE(MegaMoEKernel):
