@@ -19,6 +19,8 @@ from sglang.srt.autotune import flashinfer_api
 
 #: The default is kept unless a candidate is faster by this share: below it, a difference is noise on CPU.
 MARGIN = 0.03
+#: Candidates within this share of the fastest are measured again, in turns, before one is chosen.
+CLOSE = 0.15
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,8 @@ class Measurement:
 class CpuProfiler:
     """Measures each candidate of an op on the forward's own inputs.
 
-    ``reduce_times`` averages a list of times over the ranks that must choose alike; it is called once per
-    tuned bucket, on every one of them, with the same number of entries. A candidate that raises has time
-    infinity on that rank and therefore on all.
+    ``reduce_times`` averages a list of times over the ranks that must choose alike; all of them call it equally often,
+    with the same number of entries. A candidate that raises has time infinity on that rank and therefore on all.
     """
 
     skip_ops: frozenset[str] = frozenset()
@@ -45,6 +46,8 @@ class CpuProfiler:
     clock: Callable[[], float] = time.perf_counter
     repeats: int = 5
     budget_s: float = 0.05
+    rounds: int = 8
+    rounds_budget_s: float = 0.15
     measurements: list[Measurement] = field(default_factory=list)
 
     def ensure_tuned(
@@ -65,11 +68,31 @@ class CpuProfiler:
         times = self.reduce_times(
             [self._time_s(runner, tactic, inputs, kwargs) for runner, tactic in candidates]
         )
+        times = self._settle_near_ties(candidates, times, inputs, kwargs)
         best = choose(times)
         runner, tactic = candidates[best]
         key = flashinfer_api.file_winner(op_name, runner, config, inputs, tactic)
         times_ms = {tactic: 1e3 * t for (_, tactic), t in zip(candidates, times, strict=True)}
         self.measurements.append(Measurement(op_name, key, times_ms, tactic))
+
+    def _settle_near_ties(
+        self, candidates: list[Any], times: list[float], inputs: list[torch.Tensor], kwargs: dict[str, Any]
+    ) -> list[float]:
+        """``times`` with those of the candidates near the fastest measured in several rounds.
+
+        One look at each lets noise choose among them, another one at each start. Rounds go through all of them in
+        turn, so that a slow moment of the machine meets each. Which are near follows from reduced times: all
+        ranks measure the same.
+        """
+        fastest = min((t for t in times if t > 0), default=float("inf"))
+        near = [i for i, t in enumerate(times) if 0 < t <= fastest * (1 + CLOSE) and t != float("inf")]
+        if len(near) < 2:
+            return times
+        rounds, began = [], self.clock()
+        while len(rounds) < self.rounds and (not rounds or self.clock() - began < self.rounds_budget_s):
+            rounds.append([self._time_s(*candidates[i], inputs, kwargs) for i in near])
+        settled = self.reduce_times([statistics.median(column) for column in zip(*rounds, strict=True)])
+        return [dict(zip(near, settled, strict=True)).get(i, t) for i, t in enumerate(times)]
 
     def _time_s(self, runner: Any, tactic: Any, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> float:
         """Median of a few runs after one warm-up; stops early when the budget for one candidate is spent."""
@@ -82,7 +105,8 @@ class CpuProfiler:
                 times.append(self.clock() - start)
         except Exception:  # a candidate that cannot run here loses, as it does in FlashInfer's own sweep
             return float("inf")
-        return statistics.median(times)
+        time_s = statistics.median(times)
+        return time_s if 0 < time_s < float("inf") else float("inf")  # a clock that jumps has measured nothing
 
 
 def choose(times: Sequence[float], margin: float = MARGIN) -> int:

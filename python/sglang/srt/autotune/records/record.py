@@ -47,7 +47,8 @@ class Record:
 
     def same_choice(self, other: Record) -> bool:
         """Whether both name the same runner and tactic for the same key."""
-        return (self.key, self.runner, self.tactic) == (other.key, other.runner, other.tactic)
+        # By their text: True and 1.0 are equal to 1 and mean something else to a kernel.
+        return (self.key, self.runner, repr(self.tactic)) == (other.key, other.runner, repr(other.tactic))
 
     def with_source(self, source: str) -> Record:
         return self if source == self.source else replace(self, source=source)

@@ -1,0 +1,450 @@
+"""What tuning chooses is right, stable and never unjudged, whatever kernels, clocks and stored records do."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import logging
+import math
+import os
+import random
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from flashinfer.autotuner import AutoTuner
+
+import sglang.srt.autotune
+from sglang.srt.autotune import flashinfer_api, session, stage, timer
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.blocklist import Blocklist
+from sglang.srt.autotune.cpu_tuner import CpuProfiler
+from sglang.srt.autotune.flashinfer_api import TuningUnavailable
+from sglang.srt.autotune.plan import bucket_grid
+from sglang.srt.autotune.records.store import RecordStore
+from sglang.srt.autotune.report import StageReport
+from sglang.srt.autotune.verify import edges
+from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoE
+from support.tiny_host import TinyHost, start
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+
+
+@pytest.fixture(autouse=True)
+def clean_tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, "")
+    yield
+    AutoTuner.get().clear_cache()
+
+
+def host_with(runner: ReferenceMoE, **changes) -> TinyHost:
+    host = TinyHost(**changes)
+    host.runner.op.runners = [runner]
+    return host
+
+
+def edit_tactics(report: StageReport, tactic: object) -> None:
+    """Change every stored tactic by hand, as a faulty or hostile writer would."""
+    path = Path(report.cache_path)
+    document = json.loads(path.read_text())
+    document.pop("_generation")
+    for key in [key for key in document if not key.startswith("_")]:
+        document[key][1] = tactic
+    path.write_text(json.dumps(document))
+
+
+# Stored records
+
+
+@pytest.mark.parametrize("tactic", [77, -2, True, 1.5, "1", [1, 2], None])
+def test_a_stored_tactic_that_does_not_exist_is_a_miss_and_tuned_anew(tmp_path, tactic):
+    edit_tactics(start(tmp_path), tactic)
+    report = start(tmp_path)
+    assert report.status == "completed" and report.fallbacks == 0 and report.profiles_tuned == 5
+    assert start(tmp_path).profiles_tuned == 0, "the file is mended"
+
+
+class Picky(ReferenceMoE):
+    """Trusts its records, and cannot run tactic 3 where ``picky``."""
+
+    validate_tactic = None
+    picky = False
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        if tactic == 3 and self.picky:
+            raise RuntimeError("tactic 3 needs another GPU")
+        return super().forward(inputs, max(int(tactic), 0), do_preparation, **kwargs)
+
+
+def test_records_that_a_forward_cannot_run_with_are_dropped_told_and_tuned_anew(tmp_path, caplog):
+    runner = Picky()
+    edit_tactics(start(tmp_path, host_with(runner)), 3)
+    runner.picky = True
+    report = start(tmp_path, host_with(runner))
+    assert report.status == "completed" and report.fallbacks == 0 and report.profiles_tuned == 5
+    assert len(report.records.rejected) == 5
+    assert "tactic 3 needs another GPU" in report.records.rejected[0]["reason"]
+    assert "cannot be run" in caplog.text
+    assert start(tmp_path, host_with(runner)).records.rejected == []
+
+
+def test_a_step_that_broke_a_start_is_left_out_together_with_its_records(tmp_path):
+    report = start(tmp_path)
+    Path(report.cache_path).with_suffix(".journal").write_text('{"decode 4": {"vanished": 2}}')
+    report = start(tmp_path)
+    (left,) = report.left_out
+    assert left["step"] == "decode 4" and "its records are not used" in left["reason"]
+    assert not [key for key in flashinfer_api.stored_entries() if "((4, 16)" in key]
+    assert report.profiles_tuned == 0
+
+
+def test_nothing_reaches_the_disk_before_it_was_judged(tmp_path, monkeypatch):
+    judged: list[str] = []
+    original = stage.Judge.judge
+
+    def judge(self, step, step_report):
+        stored = "".join(path.read_text() for path in tmp_path.rglob("rank_*.json"))
+        assert f"(({step.bucket}, 16)" not in stored
+        judged.append(step.name)
+        original(self, step, step_report)
+
+    monkeypatch.setattr(stage.Judge, "judge", judge)
+    start(tmp_path)
+    assert len(judged) == 5
+
+
+# Wrong outputs
+
+
+class Wrong(ReferenceMoE):
+    """Adds ``by`` to the output of the tactics in ``wrong``; tactic 2 takes no time."""
+
+    wrong: tuple[int, ...] = ()
+    by = 1.0
+    above = 0
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        if tactic in self.wrong and inputs[0].shape[0] > self.above:
+            return torch.full_like(inputs[0], self.by)
+        return super().forward(inputs, tactic, do_preparation, **kwargs)
+
+
+def file_winner(monkeypatch: pytest.MonkeyPatch, tactic: int) -> None:
+    """Tuning that always finds ``tactic`` fastest."""
+    monkeypatch.setattr(
+        CpuProfiler,
+        "ensure_tuned",
+        lambda self, op_name, runners, config, inputs, kwargs: flashinfer_api.file_winner(
+            op_name, runners[0], config, inputs, tactic
+        ),
+    )
+    monkeypatch.setattr(timer.OpTimer, "measure_ms", lambda self, run: 1.0)
+
+
+@pytest.mark.parametrize("by", [math.nan, math.inf, 7.0])
+def test_a_wrong_default_is_told_and_a_right_winner_stays(tmp_path, monkeypatch, by):
+    file_winner(monkeypatch, 2)
+    runner = Wrong()
+    runner.wrong, runner.by = (-1,), by
+    report = start(tmp_path, host_with(runner))
+    assert {step.winners[OP_NAME] for step in report.steps} == {"Wrong 2"}
+    assert all("default's output" in step.note for step in report.steps)
+    assert len(report.warnings) == 5
+    assert not list(tmp_path.rglob("tactics_blocklist.json"))
+
+
+def test_where_neither_output_is_finite_nothing_is_blamed(tmp_path, monkeypatch):
+    file_winner(monkeypatch, 2)
+    runner = Wrong()
+    runner.wrong, runner.by = (-1, 2), math.nan
+    report = start(tmp_path, host_with(runner))
+    assert all("neither" in step.note for step in report.steps)
+    assert not list(tmp_path.rglob("tactics_blocklist.json"))
+
+
+class WrongAtAnEdge(ReferenceMoE):
+    """Tactic 2 is wrong at ``size`` tokens alone."""
+
+    size = 0
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        out = super().forward(inputs, tactic, do_preparation, **kwargs)
+        return out * 2 if tactic == 2 and inputs[0].shape[0] == self.size else out
+
+
+@pytest.mark.parametrize(
+    ("level", "size", "seen"), [("finite", 9, True), ("full", 15, True), ("off", 9, False)]
+)
+def test_a_winner_that_is_wrong_beside_its_bucket_alone_goes_back(tmp_path, monkeypatch, level, size, seen):
+    file_winner(monkeypatch, 2)
+    runner = WrongAtAnEdge()
+    runner.size = size
+    report = start(tmp_path, host_with(runner), verify=level)
+    winners = {step.num_tokens: step.winners[OP_NAME] for step in report.steps}
+    assert winners[16] == ("WrongAtAnEdge default" if seen else "WrongAtAnEdge 2")
+    assert winners[8] == "WrongAtAnEdge 2"
+    if seen:
+        assert f"at {size} tokens" in next(step.note for step in report.steps if step.num_tokens == 16)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "top", "inside"),
+    [
+        (1, 8, []),
+        (2, 8, []),
+        (4, 8, [3]),
+        (8, 8, [5, 7]),
+        (256, 8192, [129, 213, 255]),
+        (2048, 8192, [1793, 1963, 2047]),
+    ],
+)
+def test_edges_lie_within_what_a_bucket_serves(bucket, top, inside):
+    assert edges(bucket, bucket_grid(top)) == inside
+
+
+# Clocks
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0])
+def test_times_that_are_none_leave_the_default_and_break_nothing(tmp_path, monkeypatch, value):
+    monkeypatch.setattr(timer.OpTimer, "measure_ms", lambda self, run: value)
+    readings = iter(range(10**9))
+    clock = {math.inf: lambda: math.inf, -1.0: lambda: -float(next(readings))}.get(value, lambda: value)
+    monkeypatch.setattr(session, "CpuProfiler", functools.partial(CpuProfiler, clock=clock))
+    report = start(tmp_path)
+    assert report.status == "completed" and report.fallbacks == 0
+    assert {step.winners[OP_NAME] for step in report.steps} == {"ReferenceMoE default"}
+    assert all(step.tuned_ms is None for step in report.steps)
+    json.dumps(report.to_json(), allow_nan=False)
+    assert start(tmp_path).profiles_tuned == 0
+
+
+def test_a_time_that_is_none_on_one_rank_is_none_in_the_mean():
+    alone = Agreement.alone()
+    assert alone.mean_times("t", [1.0, -1.0, 0.0, math.nan, math.inf]) == [1.0, *[math.inf] * 4]
+
+
+class NoisyMachine:
+    """A clock that forwards advance: each tactic takes its true time, give or take 2%, the same for all starts."""
+
+    TRUE_MS = {
+        1: {-1: 1.000, 0: 1.000, 1: 0.995, 2: 1.004, 3: 1.300},
+        2: {-1: 1.000, 0: 1.000, 1: 0.992, 2: 0.990, 3: 1.080},
+        4: {-1: 1.200, 0: 1.200, 1: 1.002, 2: 1.000, 3: 1.090},
+        8: {-1: 1.500, 0: 1.500, 1: 1.400, 2: 1.006, 3: 1.000},
+        16: {-1: 1.000, 0: 1.000, 1: 2.000, 2: 0.600, 3: 0.598},
+    }
+
+    def __init__(self, seed: int) -> None:
+        self.now_s, self.dice = 0.0, random.Random(seed)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def runner(self) -> ReferenceMoE:
+        machine = self
+
+        class Timed(ReferenceMoE):
+            def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+                bucket = 1 << (inputs[0].shape[0] - 1).bit_length()
+                machine.now_s += 1e-3 * machine.TRUE_MS[bucket][tactic] * machine.dice.uniform(0.98, 1.02)
+                return super().forward(inputs, tactic, do_preparation, **kwargs)
+
+        return Timed()
+
+
+def test_twenty_fresh_starts_under_one_noise_choose_the_same(tmp_path, monkeypatch):
+    chosen = set()
+    for seed in range(20):
+        machine = NoisyMachine(seed)
+        monkeypatch.setattr(session, "CpuProfiler", functools.partial(CpuProfiler, clock=machine))
+        monkeypatch.setattr(timer.time, "perf_counter", machine)
+        report = start(tmp_path / str(seed), host_with(machine.runner()))
+        assert report.profiles_tuned == 5
+        chosen.add(tuple(step.winners[OP_NAME] for step in report.steps))
+    assert len(chosen) == 1, chosen
+    # Near-ties go to the default, or to the first: a gain within the noise is none.
+    by_bucket = dict(zip((step.num_tokens for step in report.steps), chosen.pop(), strict=True))
+    assert by_bucket == {1: "Timed default", 2: "Timed default", 4: "Timed 1", 16: "Timed 2", 8: "Timed 2"}
+
+
+# The blocklist
+
+
+def test_a_blocklist_of_any_kind_breaks_no_start(tmp_path, monkeypatch):
+    path = tmp_path / "list.json"
+    contents = [
+        b"",
+        b"[1]",
+        b'{"a":' * 50_000,
+        b'{"invalid_tactics": {"op::R": [{"a": 1}]}}',
+        b'{"invalid_tactics": 3}',
+    ]
+    for content in contents:
+        path.write_bytes(content)
+        assert not Blocklist(path).is_usable()
+    path.unlink()
+    os.mkfifo(path)
+    assert not Blocklist(path).is_usable()
+    monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, str(path))
+    assert start(tmp_path / "root").status == "completed"
+
+
+def test_a_blocklist_that_the_user_named_stands(tmp_path, monkeypatch):
+    path = tmp_path / "list.json"
+    content = {
+        "_metadata": flashinfer_api.environment(),
+        "invalid_tactics": {f"{OP_NAME}::ReferenceMoE": [0, 1, 2, 3]},
+    }
+    path.write_text(json.dumps(content))
+    monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, str(path))
+    report = start(tmp_path / "root")
+    assert {step.winners[OP_NAME] for step in report.steps} == {"ReferenceMoE default"}
+
+
+def test_what_another_build_found_wrong_is_set_aside_not_taken_over(tmp_path):
+    blocklist = Blocklist(tmp_path / "b" / "tactics_blocklist.json")
+    blocklist.add([("op", "R", 1)], "wrong", {"flashinfer_version": "1"})
+    blocklist.add([("op", "R", 2)], "wrong", {"flashinfer_version": "2"})
+    assert blocklist.read() == {"op::R": [2]}
+    assert "tactics_blocklist.json.old-1" in os.listdir(tmp_path / "b")
+
+
+def test_ranks_that_note_wrong_tactics_at_once_lose_none(tmp_path):
+    blocklist = Blocklist(tmp_path / "tactics_blocklist.json")
+    threads = [
+        threading.Thread(target=blocklist.add, args=([("op", "R", number)], "wrong", {"gpu": "x"}))
+        for number in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(blocklist.read()["op::R"]) == list(range(8))
+
+
+# Places to write to
+
+
+def test_a_report_path_that_is_a_pipe_or_a_directory_stays_what_it_is(tmp_path, caplog):
+    pipe, directory = tmp_path / "pipe", tmp_path / "directory"
+    os.mkfifo(pipe)
+    directory.mkdir()
+    for path in (pipe, directory):
+        assert start(tmp_path / "root", report_path=path).status == "completed"
+        assert f"--flashinfer-autotune-report {path} cannot be written" in caplog.text
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and os.listdir(directory) == []
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    start(tmp_path / "root", report_path=pipe)
+    assert json.loads(os.read(reader, 1 << 20))["status"] == "completed"
+    os.close(reader)
+
+
+def test_a_report_path_that_is_a_link_stays_one(tmp_path):
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    start(tmp_path / "root", report_path=link)
+    assert link.is_symlink() and json.loads(target.read_text())["status"] == "completed"
+
+
+def test_without_a_place_for_temporary_files_the_engine_serves_untuned(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(flashinfer_api, "_SHARED_MEMORY", str(tmp_path / "none"))
+
+    def refuse(*args, **kwargs):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(flashinfer_api.tempfile, "TemporaryDirectory", refuse)
+    report = start(tmp_path)
+    assert report.status == "failed" and "TMPDIR" in report.reason
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_disk_that_fills_up_while_records_are_exchanged_is_no_crash(tmp_path, monkeypatch):
+    AutoTuner.get()
+
+    def full(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(AutoTuner, "save_configs", full)
+    with pytest.raises(TuningUnavailable, match="No space left"):
+        flashinfer_api.stored_entries()
+    assert start(tmp_path).status == "failed"
+
+
+def test_a_link_below_the_root_that_leads_out_of_it_is_left_alone(tmp_path):
+    victim = tmp_path / "victim.json"
+    victim.write_text("precious")
+    path = Path(start(tmp_path / "root").cache_path)
+    path.unlink()
+    path.symlink_to(victim)
+    report = start(tmp_path / "root")
+    assert report.status == "completed" and report.profiles_tuned == 5
+    assert report.cache_path is None and "leads out of" in " ".join(report.warnings)
+    assert victim.read_text() == "precious" and sorted(os.listdir(tmp_path)) == ["root", "victim.json"]
+    assert path.is_symlink()
+
+
+@needs_root
+def test_a_root_that_is_another_users_link_is_neither_read_nor_written(tmp_path, caplog):
+    start(tmp_path / "real")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    os.lchown(link, NOBODY, NOBODY)
+    report = start(link)
+    assert report.status == "completed" and report.records.user == 0 and report.profiles_tuned == 5
+    assert f"belongs to user {NOBODY}" in caplog.text
+    link.unlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@needs_root
+@pytest.mark.parametrize(("mode", "used"), [(0o755, True), (0o1777, False)])
+def test_another_users_directory_is_used_unless_anyone_could_have_put_it_there(tmp_path, caplog, mode, used):
+    caplog.set_level(logging.WARNING)
+    place = tmp_path / "place"
+    place.mkdir()
+    place.chmod(mode)
+    start(place / "root")
+    os.chown(place / "root", NOBODY, NOBODY)
+    report = start(place / "root")
+    assert report.status == "completed" and (report.profiles_tuned == 0) is used
+    assert f"user {NOBODY}" in caplog.text
+
+
+def test_a_file_of_a_million_entries_is_refused_at_once(tmp_path):
+    path = Path(start(tmp_path).cache_path)
+    path.write_text(json.dumps({str(number): 0 for number in range(1_000_000)}))
+    loaded = RecordStore(path, flashinfer_api.environment()).load()
+    assert loaded.rejected_file is not None and "20000 entries" in loaded.rejected_file.reason
+    assert start(tmp_path).profiles_tuned == 5
+
+
+def test_a_file_of_nonsense_does_not_fill_the_log(tmp_path, caplog):
+    path = Path(start(tmp_path).cache_path)
+    document = json.loads(path.read_text())
+    document.update({f"nonsense {number}": [] for number in range(5000)})
+    path.write_text(json.dumps(document))
+    report = start(tmp_path)
+    assert report.profiles_tuned == 0 and len(report.records.rejected) == 21
+    assert "4980 more entries" in report.records.rejected[-1]["reason"]
+    assert len(caplog.records) == 21
+
+
+def test_the_subsystem_never_runs_what_it_reads():
+    forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    for path in Path(sglang.srt.autotune.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            elif isinstance(node, ast.Call):
+                names = [ast.unparse(node.func)]
+            for name in names:
+                assert not forbidden & set(name.split(".")), f"{path}: {name}"
+                assert name not in ("eval", "exec", "torch.load", "literal_eval"), f"{path}: {name}"
