@@ -16,9 +16,12 @@ from tokenizers import Tokenizer
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import initialize
+from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import (
     AbortRequest,
     BatchTokenOutput,
+    CacheFlushed,
+    FlushCache,
     GetInternalState,
     InternalState,
     Shutdown,
@@ -80,7 +83,7 @@ class Client:
     def send(self, message: WorkerMessage) -> None:
         if isinstance(message, InternalState):
             self.states.append(message)
-        else:
+        elif not isinstance(message, CacheFlushed):
             assert isinstance(message, BatchTokenOutput)
             for output in message.outputs:
                 self.tokens[output.rid] += output.token_ids
@@ -91,7 +94,7 @@ class Client:
         self.send(msgspec.msgpack.decode(message, type=WorkerMessage))
 
 
-def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest]):
+def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], overlap: bool = False):
     """Serve `requests` on one rank; gives what the client got, the states that it was told and what is still held."""
     torch.set_num_threads(1)
     args = ServerArgs(
@@ -108,8 +111,11 @@ def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest]):
     parallel = initialize(args, rank, f"tcp://127.0.0.1:{port}", torch.device("cpu"))
     runner = ModelRunner(args, config, parallel)
     client = Client(requests)
-    create_scheduler(runner, client).run()
+    with envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.override(overlap):
+        scheduler = create_scheduler(runner, client)
+    scheduler.run()
     parallel.world.barrier(20)
+    scheduler.handle([FlushCache(1)])
     held = runner.allocator.num_tokens - runner.allocator.available()
     return client.tokens, [msgspec.structs.asdict(state) for state in client.states], held
 
@@ -134,12 +140,14 @@ def one_rank() -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "one rank, overlap", "TP2, overlap"])
 def test_a_layout_says_what_one_rank_says(name, one_rank):
-    sizes = LAYOUTS[name]
+    overlap = name.endswith("overlap")
+    sizes = {"tp_size": 2 if "TP2" in name else 1} if overlap else LAYOUTS[name]
     num_ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
     num_replicas = sizes.get("attn_dp_size", 1)
-    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, make_requests(num_replicas), timeout_s=60)
+    requests = make_requests(num_replicas)
+    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, overlap, timeout_s=60)
     results = results_of(outcomes)
     tokens, states, _ = results[0]
     for rid, expected in one_rank.items():

@@ -2,7 +2,7 @@
 
 `FakeDevice` stands where the model and its device would: it stores token ids in a KV cache of its own, at the slots
 it is told to, and predicts the next token from what it reads back through the page table. A wrong slot, row, position
-or order changes the tokens.
+or order changes the tokens. With overlap it has no other word of the latest tokens than its own table.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def expected_tokens(prompt: list[int], num_new: int) -> list[int]:
 class FakeDevice:
     device = torch.device("cpu")
 
-    def __init__(self, pool: ReqToTokenPool, num_slots: int) -> None:
+    def __init__(self, pool: ReqToTokenPool, num_slots: int, overlap: bool = False) -> None:
+        self.latest = torch.full((pool.size + 1,), -(10**6)) if overlap else None
+        self.num_in_flight = self.most_in_flight = 0
         self.pool = pool
         self.kv = torch.full((num_slots + 1,), -(10**6), dtype=torch.int64)
         self.modes: list[ForwardMode] = []
@@ -59,14 +61,28 @@ class FakeDevice:
         self.num_tokens.append(forward_batch.num_tokens)
         if forward_batch.mode is ForwardMode.EXTEND:
             self.prefilled += [req.rid for req in reqs]
+        if self.latest is not None and forward_batch.mode is ForwardMode.DECODE:
+            forward_batch.input_ids.copy_(self.latest[forward_batch.req_pool_indices])
         self.kv[forward_batch.out_cache_loc] = forward_batch.input_ids
         rows = zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens_cpu, strict=True)
         tokens = [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
-        return lambda: tokens
+        if self.latest is not None:
+            self.latest[forward_batch.req_pool_indices] = torch.tensor(tokens)
+        self.num_in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+
+        def take():
+            self.num_in_flight -= 1
+            return tokens
+
+        return take
 
 
 class SchedulerBench:
     """A scheduler over real pools, fed by hand one step at a time."""
+
+    overlap = False
+    """Whether new ones overlap; a test module sets it for all its tests."""
 
     def __init__(
         self,
@@ -79,10 +95,11 @@ class SchedulerBench:
         stream_interval=1,
         cache=False,
     ):
+        overlap = self.overlap
         self.pool = ReqToTokenPool(max_running, context_len, "cpu")
         self.allocator = TokenAllocator(num_slots)
         self.cache = RadixCache() if cache else None
-        self.device = FakeDevice(self.pool, num_slots)
+        self.device = FakeDevice(self.pool, num_slots, overlap)
         self.outputs: dict[str, list] = {}
         self.states: list[InternalState] = []
         self.flushed: list[bool] = []
@@ -96,6 +113,7 @@ class SchedulerBench:
             receive=self.receive,
             send=self.send,
             stream_interval=stream_interval,
+            overlap=overlap,
         )
 
     def receive(self, is_idle):

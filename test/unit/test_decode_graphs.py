@@ -60,6 +60,7 @@ def graphs_of(runner: ModelRunner, captures: Captures, **options: object) -> Dec
         runner.model_config.vocab_size,
         runner.device,
         captures,
+        runner.plan_fence,
         **options,  # type: ignore[arg-type]
     )
 

@@ -7,12 +7,18 @@ import pytest
 from sglang.srt.managers.io_struct import AbortRequest, TokenizedRequest
 from sglang.srt.model_executor.forward_batch import ForwardMode
 from sglang.srt.sampling.sampling_params import SamplingParams
-from support.scheduler_bench import SchedulerBench as Bench
-from support.scheduler_bench import expected_tokens, prompt
+from support.scheduler_bench import SchedulerBench, expected_tokens, prompt
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "overlap"])
+def overlap(request, monkeypatch):
+    """Every test runs with and without overlap of scheduling and forwards."""
+    monkeypatch.setattr(SchedulerBench, "overlap", request.param)
+    return request.param
 
 
 def test_requests_of_different_lengths_get_the_tokens_they_would_get_alone():
-    bench = Bench()
+    bench = SchedulerBench()
     for i, length in enumerate([1, 5, 16, 17, 40, 3]):
         bench.add(f"r{i}", prompt(i, length), num_new=5 + i)
     bench.run()
@@ -23,7 +29,7 @@ def test_requests_of_different_lengths_get_the_tokens_they_would_get_alone():
 
 
 def test_a_prefill_forward_never_exceeds_the_chunk_and_fills_it():
-    bench = Bench(chunk=16)
+    bench = SchedulerBench(chunk=16)
     bench.add("long", prompt(1, 40), num_new=2)
     bench.add("short", prompt(2, 10), num_new=2)
     bench.run()
@@ -38,7 +44,7 @@ def test_a_prefill_forward_never_exceeds_the_chunk_and_fills_it():
 
 
 def test_without_chunking_a_prompt_is_cut_only_when_no_forward_could_take_it():
-    bench = Bench(chunk=16, chunked=False)
+    bench = SchedulerBench(chunk=16, chunked=False)
     bench.add("a", prompt(1, 10), num_new=1)
     bench.add("b", prompt(2, 10), num_new=1)
     bench.add("c", prompt(3, 20), num_new=1)
@@ -48,7 +54,7 @@ def test_without_chunking_a_prompt_is_cut_only_when_no_forward_could_take_it():
 
 
 def test_decode_batches_reach_but_do_not_exceed_max_running_requests():
-    bench = Bench(max_running=3)
+    bench = SchedulerBench(max_running=3)
     for i in range(7):
         bench.add(f"r{i}", prompt(i, 4), num_new=6)
     bench.run()
@@ -58,7 +64,7 @@ def test_decode_batches_reach_but_do_not_exceed_max_running_requests():
 
 
 def test_a_request_that_arrives_later_joins_the_running_batch():
-    bench = Bench()
+    bench = SchedulerBench()
     bench.add("first", prompt(1, 4), num_new=10)
     for _ in range(4):
         bench.scheduler.step()
@@ -70,7 +76,7 @@ def test_a_request_that_arrives_later_joins_the_running_batch():
 
 
 def test_a_full_pool_puts_the_latest_request_back_and_its_tokens_stay_the_same():
-    bench = Bench(num_slots=60, context_len=60, max_running=4)
+    bench = SchedulerBench(num_slots=60, context_len=60, max_running=4)
     for i in range(4):
         bench.add(f"r{i}", prompt(i, 6), num_new=40, incremental=True)
     bench.run()
@@ -82,7 +88,7 @@ def test_a_full_pool_puts_the_latest_request_back_and_its_tokens_stay_the_same()
 
 
 def test_a_request_that_was_put_back_goes_before_those_that_never_ran():
-    bench = Bench(num_slots=42, context_len=42, max_running=2, chunk=64)
+    bench = SchedulerBench(num_slots=42, context_len=42, max_running=2, chunk=64)
     for i in range(3):
         bench.add(f"r{i}", prompt(i, 5), num_new=20)
     bench.run()
@@ -92,7 +98,7 @@ def test_a_request_that_was_put_back_goes_before_those_that_never_ran():
 
 def test_an_end_token_stops_unless_it_is_ignored():
     tokens = expected_tokens(prompt(3, 5), 20)
-    bench = Bench(eos=(tokens[4],))
+    bench = SchedulerBench(eos=(tokens[4],))
     bench.add("stops", prompt(3, 5), num_new=20, ignore_eos=False)
     bench.add("ignores", prompt(3, 5), num_new=20, ignore_eos=True)
     bench.run()
@@ -105,7 +111,7 @@ def test_an_end_token_stops_unless_it_is_ignored():
 
 def test_a_stop_token_of_the_request_stops_even_when_end_tokens_are_ignored():
     tokens = expected_tokens(prompt(3, 5), 20)
-    bench = Bench()
+    bench = SchedulerBench()
     bench.add("r", prompt(3, 5), num_new=20, stop_token_ids=[tokens[2]])
     bench.run()
     assert bench.tokens("r") == tokens[:3]
@@ -113,7 +119,7 @@ def test_a_stop_token_of_the_request_stops_even_when_end_tokens_are_ignored():
 
 
 def test_the_context_length_ends_a_request():
-    bench = Bench(context_len=20)
+    bench = SchedulerBench(context_len=20)
     bench.add("r", prompt(1, 12), num_new=100)
     bench.run()
     assert bench.tokens("r") == expected_tokens(prompt(1, 12), 8)
@@ -122,7 +128,7 @@ def test_the_context_length_ends_a_request():
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_others_are_served():
-    bench = Bench(num_slots=30, context_len=100)
+    bench = SchedulerBench(num_slots=30, context_len=100)
     bench.add("huge", prompt(1, 30), num_new=4)
     bench.add("fine", prompt(2, 5), num_new=4)
     bench.run()
@@ -133,7 +139,7 @@ def test_a_prompt_that_can_never_fit_is_refused_and_others_are_served():
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 6])
 def test_an_aborted_request_frees_its_memory_whether_it_waits_prefills_or_runs(num_steps):
-    bench = Bench(chunk=16)
+    bench = SchedulerBench(chunk=16)
     bench.add("gone", prompt(1, 40), num_new=50, incremental=True)
     bench.add("stays", prompt(2, 5), num_new=12)
     for _ in range(num_steps):
@@ -147,7 +153,7 @@ def test_an_aborted_request_frees_its_memory_whether_it_waits_prefills_or_runs(n
 
 
 def test_tokens_come_one_by_one_only_for_requests_that_ask():
-    bench = Bench()
+    bench = SchedulerBench()
     bench.add("streams", prompt(1, 4), num_new=6, incremental=True)
     bench.add("waits", prompt(2, 4), num_new=6)
     bench.run()
@@ -156,7 +162,7 @@ def test_tokens_come_one_by_one_only_for_requests_that_ask():
 
 
 def test_the_stream_interval_spaces_all_but_the_first_token():
-    bench = Bench(stream_interval=4)
+    bench = SchedulerBench(stream_interval=4)
     bench.add("r", prompt(1, 4), num_new=10, incremental=True)
     bench.run()
     assert [len(output.token_ids) for output in bench.outputs["r"]] == [1, 4, 4, 1]
@@ -164,7 +170,7 @@ def test_the_stream_interval_spaces_all_but_the_first_token():
 
 
 def test_the_internal_state_counts_what_runs_waits_and_is_held():
-    bench = Bench(num_slots=200, max_running=2)
+    bench = SchedulerBench(num_slots=200, max_running=2)
     for i in range(3):
         bench.add(f"r{i}", prompt(i, 5), num_new=10)
     bench.scheduler.step()
@@ -176,7 +182,7 @@ def test_the_internal_state_counts_what_runs_waits_and_is_held():
 
 
 def test_the_loop_handles_messages_in_order_and_ends_on_shutdown():
-    bench = Bench()
+    bench = SchedulerBench()
     bench.inbox = [TokenizedRequest("r", prompt(1, 4), SamplingParams(max_new_tokens=3, ignore_eos=True))]
     bench.scheduler.run()
     assert bench.tokens("r") == expected_tokens(prompt(1, 4), 3)
@@ -185,7 +191,7 @@ def test_the_loop_handles_messages_in_order_and_ends_on_shutdown():
 
 def test_two_ranks_that_receive_the_same_messages_run_the_same_batches():
     def run():
-        bench = Bench(num_slots=60, context_len=60, max_running=4)
+        bench = SchedulerBench(num_slots=60, context_len=60, max_running=4)
         for i in range(6):
             bench.add(f"r{i}", prompt(i, 3 + 4 * i), num_new=20)
             bench.scheduler.step()

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.managers.io_struct import AbortRequest
 from sglang.srt.model_executor.forward_batch import ForwardMode
 from support.scheduler_bench import SchedulerBench, expected_tokens, prompt
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["in turn", "overlap"])
+def overlap(request, monkeypatch):
+    """Every test runs with and without overlap of scheduling and forwards."""
+    monkeypatch.setattr(SchedulerBench, "overlap", request.param)
+    return request.param
 
 
 def bench_of(**options):
@@ -173,10 +180,9 @@ events = st.lists(
 )
 
 
-@pytest.mark.parametrize("overlap", [False])
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(todo=events, num_slots=st.integers(36, 70), chunk=st.integers(3, 20))
-def test_random_requests_never_leak_share_wrongly_or_change(overlap, todo, num_slots, chunk):
+def test_random_requests_never_leak_share_wrongly_or_change(todo, num_slots, chunk):
     bench = bench_of(num_slots=num_slots, context_len=36, max_running=3, chunk=chunk)
     asked: dict[str, Asked] = {}
     for name, value in todo:

@@ -172,6 +172,9 @@ class Envs:
         minimum=0.001,
     )
 
+    SGLANG_OVERLAP_SCHEDULE_ON_CPU = EnvBool(
+        False, "Overlap scheduling and forwards on the CPU too, where it gains nothing: for tests."
+    )
     SGLANG_FLASHINFER_MEGAMOE_MAX_TOKENS_PER_RANK = EnvInt(
         0,
         "Most tokens of a rank in one MegaMoE launch of an engine without tuned profiles. `0` takes the largest "

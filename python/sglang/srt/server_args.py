@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import BUILTIN_MODEL_NAME, BUILTIN_MODEL_PATH, KNOWN_QUANTIZATIONS
+from sglang.srt.environ import envs
 from sglang.srt.flags import FlagParser, add_flags, check_flag_values, flag, integer, number
 from sglang.srt.unbuilt_flags import drop_unbuilt_flags
 from sglang.srt.utils.network import split_host_port
@@ -141,6 +142,14 @@ class ServerArgs:
 
     disable_radix_cache: bool = flag(
         False, "Compute every prompt whole, even where it begins like an earlier one.", group=CAPACITY, parse=None
+    )
+
+    disable_overlap_schedule: bool = flag(
+        False,
+        "Take the tokens of each forward before the next one is launched. Overlap is for CUDA, without pipeline stages "
+        "and attention DP.",
+        group=CAPACITY,
+        parse=None,
     )
 
     device: str = flag(
@@ -478,6 +487,12 @@ class ServerArgs:
         which rounds differently.
         """
         return not self.disable_radix_cache and not self.enable_deterministic_inference
+
+    def overlaps_schedule_on(self, device: str) -> bool:
+        """Whether batches on `device` are scheduled while the one before runs."""
+        if self.disable_overlap_schedule or self.pp_size > 1 or self.attn_dp_size > 1:
+            return False
+        return device == "cuda" or envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.get()
 
     @property
     def uses_builtin_model(self) -> bool:

@@ -35,7 +35,6 @@ WARNED: dict[str, str] = {
     "--disable-fast-image-processor": NONE,
     "--disable-flashinfer-cutlass-moe-fp4-allgather": NONE,
     "--disable-outlines-disk-cache": NONE,
-    "--disable-overlap-schedule": NONE,
     "--disable-piecewise-cuda-graph": NONE,
     "--download-dir": ONE,
     "--enable-cache-report": NONE,

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.utils.transfer import to_device
+
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow the logits."""
 
@@ -57,7 +59,7 @@ class SamplingBatchInfo:
         random_rows = [i for i, is_greedy in enumerate(greedy) if not is_greedy]
 
         def on_device(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         return cls(
             temperature=on_device(

@@ -19,6 +19,7 @@ from sglang.srt.managers.process_life import Watchdog
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Tokens
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
+from sglang.srt.utils.transfer import HostCopy
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
 
 ROWS_AT_A_TIME = 128
 """Prompt tokens whose logits are held at once while prompts are scored."""
+
+
+class LatestTokens:
+    """The latest token of each running request, kept on the device for the forward that follows."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Put them into a decode batch."""
+        torch.index_select(self._tokens, 0, batch.req_pool_indices, out=batch.input_ids)
+
+    def note(self, batch: ForwardBatch, tokens: torch.Tensor) -> None:
+        """Keep the `tokens` `[B]` that were chosen for `batch`."""
+        self._tokens.index_copy_(0, batch.req_pool_indices, tokens)
 
 
 @dataclass(frozen=True)
@@ -40,10 +56,12 @@ class BatchSampling:
 class ModelExecutor:
     """Runs batches on a `ModelRunner`, each within the watchdog's bound.
 
-    All ranks of an attention replica get the tokens that its last pipeline stage chose.
+    All ranks of an attention replica get the tokens that its last pipeline stage chose. With `overlap` a decode batch
+    may be launched before the tokens of the one before are known here: it finds them on the device.
     """
 
-    def __init__(self, runner: ModelRunner, watchdog: Watchdog) -> None:
+    def __init__(self, runner: ModelRunner, watchdog: Watchdog, overlap: bool = False) -> None:
+        assert not overlap or runner.parallel.pp.size == 1, "tokens come to the first stage from the host"
         self.device = runner.device
         self._runner = runner
         self._watchdog = watchdog
@@ -54,16 +72,26 @@ class ModelExecutor:
         # Of the batches that take turns; a decode batch keeps its parameters from step to step.
         self._sampling: deque[tuple[list[Req], BatchSampling]] = deque(maxlen=pp.size)
         self._counts = TokenCounts(self._vocab_size, self.device)
+        self._latest = LatestTokens(runner.max_running_requests, self.device) if overlap else None
 
     def launch(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         """Run this rank's part of the forward; see `Executor`."""
         with self._watchdog.guard():
-            if self._links is None:
-                plan = LogprobPlan(forward_batch, reqs)
-                words = self._forward_and_sample(forward_batch, reqs, plan, None).tolist()
-                tokens = _tokens_of(words, len(reqs), plan)
-                return lambda: tokens
-            return self._run_stage(self._links, forward_batch, reqs)
+            if self._links is not None:
+                return self._run_stage(self._links, forward_batch, reqs)
+            plan = LogprobPlan(forward_batch, reqs)
+            if self._latest is not None and forward_batch.mode is ForwardMode.DECODE:
+                self._latest.fill(forward_batch)
+            device_words = self._forward_and_sample(forward_batch, reqs, plan, None)
+            if self._latest is not None:
+                self._latest.note(forward_batch, device_words[: len(reqs)])
+            words = HostCopy(device_words)
+
+        def tokens() -> list[int]:
+            with self._watchdog.guard():
+                return _tokens_of(words.tolist(), len(reqs), plan)
+
+        return tokens
 
     def _run_stage(self, links: PipelineLinks, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         config = self._runner.model_config

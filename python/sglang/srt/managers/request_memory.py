@@ -137,7 +137,8 @@ class RequestMemory:
     ) -> ForwardBatch:
         rows = [req.row for req in reqs]
         forward_batch = ForwardBatch.decode(
-            input_ids=[req.output_ids[-1] for req in reqs],
+            # Where the latest token is not known yet, the executor has it on the device.
+            input_ids=[req.output_ids[-1] if req.output_ids else 0 for req in reqs],
             seq_lens=[req.num_cached + 1 for req in reqs],
             req_pool_indices=rows,
             out_cache_loc=slots,

@@ -73,6 +73,16 @@ class Req:
         return self.logprobs.next_prompt_index - 1
 
     @property
+    def num_pending(self) -> int:
+        """Tokens that a forward under way is choosing: 1 while there is one that has all known tokens, else 0."""
+        return max(0, self.num_cached + 1 - self.num_tokens)
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether it can get no token after the pending one."""
+        return self.max_new_tokens_left <= self.num_pending
+
+    @property
     def max_new_tokens_left(self) -> int:
         """Most tokens that it can still get."""
         num_output = len(self.output_ids)

@@ -3,6 +3,10 @@
 Everything that changes the state comes in through `receive`, and every choice depends on nothing else, so ranks
 that receive the same messages and sample the same tokens stay in step without talking about it.
 
+With overlap a batch is launched before the tokens of the one before it are taken, so that the device never waits for
+this process. What a request's token decides (an end token, a stop string, an abort) then takes effect one forward
+later, and the token which that forward chose for it is dropped. Only the host is late: lengths are known ahead.
+
 With pipeline stages there are as many micro-batches as stages, each with requests of its own, and they take turns:
 while the tokens of one are on their way through the stages, this rank runs its part of the others.
 """
@@ -73,12 +77,21 @@ ShareLoad = Callable[[int, bool], Load]
 
 
 @dataclass
+class Launched:
+    """A batch under way. `is_kept[i]` says that request i takes its token: its prompt does not go on after this."""
+
+    batch: Batch
+    is_kept: list[bool]
+    tokens: Tokens
+
+
+@dataclass
 class MicroBatch:
     """Requests that run together. `unfinished` is the one whose prompt is not all in the KV pool yet."""
 
     running: list[Req] = field(default_factory=list)
     unfinished: Req | None = None
-    in_flight: tuple[Batch, Tokens] | None = None
+    in_flight: deque[Launched] = field(default_factory=deque)
 
     @property
     def reqs(self) -> list[Req]:
@@ -88,7 +101,8 @@ class MicroBatch:
 class Scheduler:
     """The requests of one rank. `receive` and `send` are its only ways in and out.
 
-    `share_load` is for ranks of attention-DP replicas, which take part in each other's forwards.
+    `share_load` is for ranks of attention-DP replicas, which take part in each other's forwards. `overlap` is for a
+    single micro-batch and an executor that keeps the latest tokens on the device.
     """
 
     def __init__(
@@ -103,7 +117,9 @@ class Scheduler:
         stream_interval: int = 1,
         num_micro_batches: int = 1,
         share_load: ShareLoad | None = None,
+        overlap: bool = False,
     ) -> None:
+        assert not overlap or (num_micro_batches == 1 and share_load is None)
         self._executor = executor
         self._memory = memory
         self._limits = limits
@@ -113,6 +129,7 @@ class Scheduler:
         self._send = send
         self._stream_interval = stream_interval
         self._share_load = share_load
+        self._overlap = overlap
         self._ratio = NewTokenRatio()
         self._waiting: deque[Req] = deque()
         self._micro_batches = [MicroBatch() for _ in range(num_micro_batches)]
@@ -146,6 +163,8 @@ class Scheduler:
                 case GetInternalState(ticket=ticket):
                     self._send(self._internal_state(ticket))
                 case FlushCache(ticket=ticket):
+                    if self._overlap:  # The forward under way may be for requests that have ended.
+                        self._take_tokens(self._micro_batches[0])
                     if self.is_idle:
                         self._memory.flush()
                     self._send(CacheFlushed(ticket=ticket, is_done=self.is_idle))
@@ -155,7 +174,7 @@ class Scheduler:
     def step(self) -> None:
         """A forward of the micro-batch whose turn it is, if there is anything to run, and the tokens of the next one.
 
-        A single micro-batch is its own next one.
+        A single micro-batch is its own next one; with overlap the tokens are those of its forward before.
         """
         micro_batch = self._micro_batches[self._turn]
         self._turn = (self._turn + 1) % len(self._micro_batches)
@@ -169,7 +188,8 @@ class Scheduler:
             self._replicas_are_busy = load.is_busy
             if any(load.num_tokens):
                 self._launch(micro_batch, batch, load.num_tokens)
-        self._take_tokens(self._micro_batches[self._turn])
+        num_left = 1 if self._overlap and batch is not None else 0
+        self._take_tokens(self._micro_batches[self._turn], num_left)
 
     def _launch(
         self, micro_batch: MicroBatch, batch: Batch | None, global_num_tokens: list[int] | None = None
@@ -183,18 +203,20 @@ class Scheduler:
             return
         forward_batch = self._memory.forward_batch(batch, device)
         forward_batch.global_num_tokens = global_num_tokens
-        micro_batch.in_flight = batch, self._executor.launch(forward_batch, batch.reqs)
+        tokens = self._executor.launch(forward_batch, batch.reqs)
+        is_kept = [req.num_to_extend <= 0 for req in batch.reqs]
+        micro_batch.in_flight.append(Launched(batch, is_kept, tokens))
         if batch.mode is ForwardMode.EXTEND:
             self._memory.publish(batch.reqs)
-            micro_batch.running += [req for req in batch.reqs if req.num_to_extend == 0]
+            micro_batch.running += [req for req, kept in zip(batch.reqs, is_kept, strict=True) if kept]
 
     def _drain(self) -> None:
         """Take what other ranks have sent or will send, so that they can leave as well."""
         for _ in self._micro_batches:
             micro_batch = self._micro_batches[self._turn]
             self._turn = (self._turn + 1) % len(self._micro_batches)
-            if micro_batch.in_flight:
-                micro_batch.in_flight[1]()
+            for launched in micro_batch.in_flight:
+                launched.tokens()
 
     def _add(self, message: TokenizedRequest) -> None:
         req = Req.from_message(message, self._max_total_tokens)
@@ -258,16 +280,25 @@ class Scheduler:
         return Batch(ForwardMode.EXTEND, [req for req, _ in picked], [num_new for _, num_new in picked])
 
     def _next_decode(self, micro_batch: MicroBatch) -> Batch | None:
-        running = micro_batch.running
-        if not running:
+        self._make_room(micro_batch)
+        reqs = [req for req in micro_batch.running if not req.is_at_end]
+        if not reqs:
             return None
+        self._ratio.after_decode()
+        return Batch(ForwardMode.DECODE, reqs, [1] * len(reqs))
+
+    def _make_room(self, micro_batch: MicroBatch) -> None:
+        """See to it that each running request can get one more token."""
+        if self._memory.num_available >= len(micro_batch.running):
+            return
+        if self._overlap:  # What has ended makes room, and what is put back must be known whole.
+            self._take_tokens(micro_batch)
+        running = micro_batch.running
         # One request that is alone always fits; with others elsewhere the last one may have to make room for them.
         num_kept = 0 if self._elsewhere(micro_batch) else 1
         while len(running) > num_kept and self._memory.num_available < len(running):
             self._retract(running.pop())
             logger.info("KV pool is full: request %s waits again, %d run", self._waiting[0].rid, len(running))
-        self._ratio.after_decode()
-        return Batch(ForwardMode.DECODE, list(running), [1] * len(running)) if running else None
 
     def _retract(self, req: Req) -> None:
         """Put `req` back in front of those that wait."""
@@ -276,14 +307,18 @@ class Scheduler:
         self._num_retractions += 1
         self._ratio.after_retraction()
 
-    def _take_tokens(self, micro_batch: MicroBatch) -> None:
-        if micro_batch.in_flight is None:
-            return
-        (batch, tokens), micro_batch.in_flight = micro_batch.in_flight, None
+    def _take_tokens(self, micro_batch: MicroBatch, num_left: int = 0) -> None:
+        """Take the tokens of all but the `num_left` latest forwards under way."""
+        while len(micro_batch.in_flight) > num_left:
+            self._take_tokens_of(micro_batch.in_flight.popleft(), micro_batch)
+
+    def _take_tokens_of(self, launched: Launched, micro_batch: MicroBatch) -> None:
         outputs = []
-        for req, token_id in zip(batch.reqs, tokens(), strict=True):
-            if req.finish_reason is not None or req.num_to_extend > 0:
-                continue  # Aborted meanwhile, or a prompt that goes on in the next forward: nothing was predicted.
+        for req, is_kept, token_id in zip(
+            launched.batch.reqs, launched.is_kept, launched.tokens(), strict=True
+        ):
+            if req.finish_reason is not None or not is_kept:
+                continue  # It ended meanwhile, or its prompt goes on in the next forward: nothing was predicted.
             req.append(token_id, self._eos_token_ids)
             if output := req.take_output(self._stream_interval):
                 outputs.append(output)

@@ -110,8 +110,13 @@ def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
     """The scheduler of one rank over its `runner`; only the first rank uses `channel`."""
     args, parallel = runner.server_args, runner.parallel
     sync = RankSync(parallel, channel)
+    overlap = args.overlaps_schedule_on(runner.device.type)
+    if runner.device.type == "cuda" and not overlap and not args.disable_overlap_schedule:
+        logger.info(
+            "Overlap of scheduling and forwards is off: it is not for pipeline stages and attention DP"
+        )
     return Scheduler(
-        executor=ModelExecutor(runner, Watchdog(args.watchdog_timeout)),
+        executor=ModelExecutor(runner, Watchdog(args.watchdog_timeout), overlap),
         memory=RequestMemory(
             runner.req_to_token_pool, runner.allocator, RadixCache() if args.uses_radix_cache else None
         ),
@@ -127,6 +132,7 @@ def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
         stream_interval=args.stream_interval,
         num_micro_batches=min(parallel.pp.size, runner.max_running_requests),
         share_load=sync.share_load if sync.shares_load else None,
+        overlap=overlap,
     )
 
 

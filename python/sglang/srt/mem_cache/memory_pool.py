@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.utils.transfer import to_device
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch import ForwardBatch
 
@@ -60,7 +62,7 @@ class ReqToTokenPool:
         slots = slots.to("cpu", torch.int32)
         self.host[row, start:end] = slots.numpy()
         if not self._is_on_cpu:
-            self.req_to_token[row, start:end] = slots.to(self.req_to_token.device, non_blocking=True)
+            self.req_to_token[row, start:end] = to_device(slots, self.req_to_token.device)
 
     def write_one_each(
         self, rows: Sequence[int], places: Sequence[int], slots: torch.Tensor, batch: ForwardBatch

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from sglang.srt.layers.attention.base import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import PADDING_ROW, PADDING_SLOT
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
+from sglang.srt.utils.transfer import PlanFence
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,15 +71,8 @@ class StaticDecodeBatch:
     def fill(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         """Copy `batch` into the buffers and pad it to `size` sequences; returns the padded batch."""
         num_seqs = batch.batch_size
-        inputs = (
-            batch.input_ids,
-            batch.positions,
-            batch.req_pool_indices,
-            batch.seq_lens,
-            batch.out_cache_loc,
-        )
-        for column, values in zip(self._columns, inputs, strict=True):
-            column[:num_seqs].copy_(values)
+        assert batch.columns is not None, "a decode batch has its inputs in one tensor"
+        self._columns[:, :num_seqs].copy_(batch.columns)
         if num_seqs < size:
             self._columns[:, num_seqs:size].copy_(self._padding[:, num_seqs:size])
         return self.view(size, [*batch.seq_lens_cpu, *([1] * (size - num_seqs))])
@@ -119,16 +113,18 @@ class DecodeGraphs:
         vocab_size: int,
         device: torch.device,
         capture: Capture,
+        fence: PlanFence,
         *,
         visible: bool = False,
         progress: Progressing | None = None,
     ) -> None:
-        """Capture `forward` at each of `sizes`, with `attention` as the batches' attention backend.
+        """Capture `forward` at each of `sizes`, with `attention` as the batches' attention backend, planned within
+        `fence`.
 
         `visible` shows a bar on a terminal; `progress` hears `{"done", "total"}` after each size.
         """
         self.sizes = tuple(sorted(sizes))
-        self._attention = attention
+        self._attention, self._fence = attention, fence
         self._inputs = StaticDecodeBatch(self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
         self._replays: dict[int, Callable[[], None]] = {}
@@ -143,18 +139,21 @@ class DecodeGraphs:
         return capture(lambda: forward(batch, logits))
 
     def covers(self, batch: ForwardBatch) -> bool:
-        """Whether `batch` is a decode batch that fits a captured size."""
+        """Whether `batch` is a decode batch that fits a captured size, and the buffers of its attention."""
         return (
             batch.mode is ForwardMode.DECODE
             and batch.global_num_tokens is None
             and batch.batch_size <= self.sizes[-1]
+            and self._attention.can_plan(batch)
         )
 
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """`[B, vocab_size]` float32 logits of a covered batch, in a buffer that the next replay overwrites."""
         size = covering_size(self.sizes, batch.batch_size)
         assert size is not None, "ask covers() first"
-        self._attention.init_forward_metadata(self._inputs.fill(batch, size))
+        padded = self._inputs.fill(batch, size)
+        with self._fence.planning():
+            self._attention.init_forward_metadata(padded)
         self._replays[size]()
         return self._logits[: batch.batch_size]
 
@@ -193,6 +192,7 @@ def capture_decode_graphs(runner: ModelRunner, progress: Progressing | None = No
         runner.model_config.vocab_size,
         runner.device,
         CudaGraphCapture(runner.device),
+        runner.plan_fence,
         visible=parallel.world.is_first,
         progress=progress,
     )

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.memory_pool import PADDING_ROW, PADDING_SLOT
+from sglang.srt.utils.transfer import to_device
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base import AttentionBackend
@@ -46,6 +48,9 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None = None
     global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
     attn_backend: AttentionBackend | None = None  # set by the model runner
+    columns: torch.Tensor | None = (
+        None  # [5, B]: the first five fields of a DECODE batch, where they are rows of one
+    )
     balanced_routing: bool = False  # experts in turn, whatever the router says, so that tuning finds all busy
     num_layers: int | None = None  # run this many leading layers only; None runs all
 
@@ -66,16 +71,29 @@ class ForwardBatch:
         out_cache_loc: torch.Tensor,
         device: torch.device | str,
     ) -> ForwardBatch:
-        """One token for each of B sequences; `seq_lens` includes it, so its position is `seq_len - 1`."""
-        lens = torch.tensor(seq_lens, dtype=torch.int64, device=device)
+        """One token for each of B sequences; `seq_lens` includes it, so its position is `seq_len - 1`.
+
+        `out_cache_loc` `[B]` had best be on the CPU: anywhere else it is waited for.
+        """
+        is_on_device = isinstance(input_ids, torch.Tensor) and input_ids.device.type != "cpu"
+        ids_there = torch.as_tensor(input_ids) if is_on_device else None
+        host = np.empty((5, len(seq_lens)), dtype=np.int64)
+        host[0] = np.asarray(input_ids) if ids_there is None else 0
+        host[2], host[3], host[4] = req_pool_indices, seq_lens, out_cache_loc.cpu().numpy()
+        host[1] = host[3] - 1
+        columns = to_device(torch.from_numpy(host), device)  # one copy instead of five
+        if ids_there is not None:
+            columns[0] = ids_there
+        ids, positions, rows, lens, slots = columns
         return cls(
             mode=ForwardMode.DECODE,
-            input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=device),
-            positions=lens - 1,
-            req_pool_indices=torch.tensor(req_pool_indices, dtype=torch.int64, device=device),
+            input_ids=ids,
+            positions=positions,
+            req_pool_indices=rows,
             seq_lens=lens,
-            out_cache_loc=out_cache_loc.to(device),
+            out_cache_loc=slots,
             seq_lens_cpu=list(seq_lens),
+            columns=columns,
         )
 
     @classmethod
@@ -93,16 +111,18 @@ class ForwardBatch:
         positions = [
             torch.arange(prefix, end) for prefix, end in zip(extend_prefix_lens, seq_lens, strict=True)
         ]  # on the CPU: one copy to the device instead of one kernel for each sequence
+        lengths = torch.tensor([req_pool_indices, seq_lens, extend_seq_lens, extend_prefix_lens])
+        rows, lens, new_lens, prefix_lens = to_device(lengths.to(torch.int64), device)
         return cls(
             mode=ForwardMode.EXTEND,
-            input_ids=torch.as_tensor(input_ids, dtype=torch.int64, device=device),
-            positions=torch.cat(positions).to(device),
-            req_pool_indices=torch.tensor(req_pool_indices, dtype=torch.int64, device=device),
-            seq_lens=torch.tensor(seq_lens, dtype=torch.int64, device=device),
-            out_cache_loc=out_cache_loc.to(device),
+            input_ids=to_device(torch.as_tensor(input_ids, dtype=torch.int64), device),
+            positions=to_device(torch.cat(positions), device),
+            req_pool_indices=rows,
+            seq_lens=lens,
+            out_cache_loc=to_device(out_cache_loc, device),
             seq_lens_cpu=seq_lens,
-            extend_seq_lens=torch.tensor(extend_seq_lens, dtype=torch.int64, device=device),
-            extend_prefix_lens=torch.tensor(extend_prefix_lens, dtype=torch.int64, device=device),
+            extend_seq_lens=new_lens,
+            extend_prefix_lens=prefix_lens,
             extend_seq_lens_cpu=list(extend_seq_lens),
             extend_prefix_lens_cpu=list(extend_prefix_lens),
         )

@@ -29,6 +29,7 @@ from sglang.srt.model_executor.memory_reserve import forward_reserve_bytes
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.device import resolved_device
+from sglang.srt.utils.transfer import PlanFence
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class ModelRunner:
         self.req_to_token_pool = ReqToTokenPool(self.max_running_requests, config.context_length, self.device)
 
         # ---- attention backend
+        self.plan_fence = PlanFence(self.device)
         self.attn_backend = create_attention_backend(
             args.attention_backend_on(device_type),
             self.req_to_token_pool,
@@ -176,7 +178,8 @@ class ModelRunner:
         A stage after the first starts from the `hidden_states` that the one before returned.
         """
         batch.attn_backend = self.attn_backend
-        self.attn_backend.init_forward_metadata(batch)
+        with self.plan_fence.planning():
+            self.attn_backend.init_forward_metadata(batch)
         return self.model(batch, hidden_states)
 
     @torch.inference_mode()

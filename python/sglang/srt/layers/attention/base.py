@@ -55,6 +55,10 @@ class AttentionBackend(ABC):
             `[T, num_heads * head_dim]`.
         """
 
+    def can_plan(self, batch: ForwardBatch) -> bool:
+        """Whether the buffers of this backend hold what `init_forward_metadata` works out for `batch`."""
+        return True
+
     def for_graphs(self, sizes: Sequence[int]) -> AttentionBackend | None:
         """The backend for decode forwards that are captured at batches of exactly `sizes`; None where there is none.
 

@@ -21,6 +21,9 @@ from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
 logger = logging.getLogger(__name__)
 
+INDICES_PER_SLOT = 4
+"""Room of a decode graph for the slots of its sequences, in sizes of the KV pool."""
+
 
 class FlashInferAttention(AttentionBackend):
     """Eager forwards: any prefill batch, and decode batches that no graph covers."""
@@ -132,6 +135,9 @@ class FlashInferGraphAttention(AttentionBackend):
         self._write = kernels.slot_writer(largest)
         self._plans = {window: _GraphPlans(kernels, window, sizes) for window in kernels.windows}
 
+    def can_plan(self, batch: ForwardBatch) -> bool:
+        return all(plans.holds(batch) for plans in self._plans.values())
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan the wrappers of this batch size; between the plans and the replay nothing else may be planned."""
         assert batch.mode is ForwardMode.DECODE, "only decode batches are captured"
@@ -154,8 +160,9 @@ class _GraphPlans:
         largest, device = max(sizes), kernels.device
         indptr = torch.zeros(largest + 1, dtype=torch.int32, device=device)
         last_page_len = torch.ones(largest, dtype=torch.int32, device=device)
-        # No slot belongs to two sequences, except the sink, once for each padding sequence.
-        num_indices = kernels.kv_pool.num_tokens + largest
+        # Sequences share the slots of a common prefix. Where many share a long one they need more indices than there
+        # are slots, and beyond this room the batch runs eagerly.
+        num_indices = INDICES_PER_SLOT * kernels.kv_pool.num_tokens + largest
         if window is not None:
             num_indices = min(num_indices, largest * window)
         self._indices = torch.zeros(num_indices, dtype=torch.int32, device=device)
@@ -163,6 +170,12 @@ class _GraphPlans:
             size: kernels.graph_decode_wrapper(indptr[: size + 1], self._indices, last_page_len[:size])
             for size in sizes
         }
+
+    def holds(self, batch: ForwardBatch) -> bool:
+        """Whether there is room for the slots of `batch`, padded to any size."""
+        lens = batch.seq_lens_cpu
+        num_slots = sum(lens) if self._window is None else sum(min(n, self._window) for n in lens)
+        return num_slots + max(self.wrappers) - len(lens) <= self._indices.shape[0]
 
     def plan(self, batch: ForwardBatch, req_to_token: torch.Tensor) -> None:
         metadata = PagedMetadata.one_query_each(batch, req_to_token, self._window, self._indices)
