@@ -10,11 +10,9 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -25,59 +23,17 @@ from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
 from sglang.srt.autotune.records.record import Record, StepEntry
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.environ import envs
+from support.forks import fork, join, run_as_ordinary_user
 
 pytestmark = pytest.mark.faults
 
 ENVIRONMENT = {name: "1" for name in ENVIRONMENT_FIELDS}
-NOBODY = 65534
 WRITERS, RECORDS, ROUNDS = 4, 50, 20
 
 
 def record(writer: int, number: int) -> Record:
     key = f"('op{writer}', 'R', (({number + 1}, 64),), (torch.bfloat16,))"
     return Record(key, "R", (number, 4), ("l2_cache_policy", "hot"), source="tuned")
-
-
-def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a forked process that exits non-zero when it raises; returns its pid."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return pid
-
-
-def join(pid: int, timeout_s: float = 60.0) -> int:
-    """Wait for a forked process; returns its exit code, negative for a signal."""
-    deadline_s = time.monotonic() + timeout_s
-    while time.monotonic() < deadline_s:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    raise AssertionError("the process did not end in time")
-
-
-def run_as_ordinary_user(work: Callable[[], None], uid: int = NOBODY) -> None:
-    """Run `work` in a process on which file modes bind, which they do not on root."""
-
-    def dropped() -> None:
-        if os.getuid() == 0:
-            os.setgroups([])
-            os.setgid(uid)
-            os.setuid(uid)
-        work()
-
-    assert join(fork(dropped)) == 0
 
 
 @pytest.fixture
