@@ -1,4 +1,4 @@
-"""A start that is killed, crashes, runs out of disk, may not write, or is not alone: nothing is lost, the next goes on."""
+"""A start that is killed, crashes, runs out of disk, may not write, or is not alone: what was written is not lost."""
 
 from __future__ import annotations
 
