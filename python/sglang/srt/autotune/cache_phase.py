@@ -137,8 +137,12 @@ class CachePhase:
         return self._merged.namespaces.get(name, {})
 
     def commit_namespace(self, name: str, entries: Mapping[str, Any]) -> None:
-        """Merge entries of a namespace into the user's file."""
-        self._store.commit(namespaces={name: entries})
+        """Merge entries of a namespace into the user's file; what is no plain JSON (NaN) is told and not stored."""
+        try:
+            self._store.commit(namespaces={name: entries})
+        except ValueError as error:
+            self._report.warnings.append(f"a winner of {name} is not stored: {error}")
+            logger.warning("FlashInfer autotune: a winner of %s is not stored: %s", name, error)
 
     def back_to_default(self, step: Step, op_names: Collection[str]) -> None:
         """Serve a step's bucket with the default of these ops, now and at later starts.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.autotune.megamoe.env_guard import KNOB_CACHE_VARIABLE
+from sglang.srt.autotune.records.document import read_json_object
 
 VERSION = 1
 _OFF_WORDS = ("0", "off", "none", "disable", "disabled")
@@ -33,10 +34,9 @@ def read_entries(path: Path | None) -> list[dict[str, Any]]:
     if path is None:
         return []
     try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
+        entries = read_json_object(path).get("entries")
+    except ValueError:
         return []
-    entries = content.get("entries") if isinstance(content, dict) else None
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
@@ -59,8 +59,8 @@ def lookup(path: Path | None, fields: Mapping[str, Any], capacity: int) -> dict[
 def version_of(path: Path) -> int:
     """The file's format version; ours where it has none."""
     try:
-        version = json.loads(path.read_text()).get("version")
-    except (OSError, ValueError, AttributeError):
+        version = read_json_object(path).get("version")
+    except ValueError:
         return VERSION
     return version if isinstance(version, int) else VERSION
 
