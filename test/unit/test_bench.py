@@ -12,7 +12,7 @@ from flashinfer.autotuner import AutoTuner
 
 from sglang.benchmark.http import Address
 from sglang.srt.autotune.bench import __main__ as bench
-from sglang.srt.autotune.bench import load, moe, outputs, tables
+from sglang.srt.autotune.bench import load, moe, outputs, overlap, tables
 from sglang.srt.autotune.bench.bounds import Bounds, moe_work
 from sglang.srt.autotune.bench.drive import Driver, build_runner
 from sglang.srt.autotune.bench.engine import EngineLoad, measure_engine
@@ -27,7 +27,10 @@ from sglang.srt.autotune.bench.geometry import (
 from sglang.srt.autotune.bench.results import ResultFolder
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.torch_native import TorchNativeAttention
 from sglang.srt.layers.fused_moe import moe_shape
+from sglang.srt.model_executor.decode_graphs import DecodeGraphs
 from sglang.srt.server_args import ServerArgs
 
 CPU = torch.device("cpu")
@@ -267,6 +270,52 @@ def test_dense_tables_name_what_could_not_be_measured():
     }
     text = tables.dense_tables(result)
     assert "cublaslt tuned us" in text and "- cudnn: ImportError: no cudnn" in text
+
+
+def test_piece_overlap_times_the_schedulers_own_decode_steps(tmp_path):
+    runner = build_runner(server_args(tmp_path, disable_flashinfer_autotune=True))
+    num_tokens, num_rows = runner.allocator.available(), runner.req_to_token_pool.available()
+    runner.decode_graphs = DecodeGraphs(
+        (1, 4),
+        TorchNativeAttention(runner.req_to_token_pool, runner.kv_pool),
+        runner.forward_into,
+        264,
+        CPU,
+        lambda run: run,  # stands for a capture: the replay runs the forward again
+        runner.plan_fence,
+    )
+    for force in ("0", "1"):
+        with envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.override(force):
+            times = overlap.step_times(runner, 3, input_len=20)
+        assert 0 < times["forward_ms"] < times["step_ms"]
+        assert 0 < times["gap_share"] < 1
+    assert (runner.allocator.available(), runner.req_to_token_pool.available()) == (num_tokens, num_rows)
+
+
+def test_overlap_tables_show_both_schedules_and_the_gap():
+    served = {"concurrency": 16, "requests": 32, "output_tokens_per_s": 250.0, "itl_ms": 4.0}
+    step = {
+        "batch_size": 64,
+        "bound_ms": 8.0,
+        "forward_ms": 9.5,
+        "step_ms": 10.0,
+        "gap_ms": 0.5,
+        "gap_share": 0.05,
+    }
+    result = {
+        "input_len": 512,
+        "output_len": 128,
+        "requests_per_client": 2,
+        "arms": {
+            "overlap": {"rows": [served]},
+            "in turn": {"rows": [{**served, "output_tokens_per_s": 200.0}]},
+        },
+        "bounds": {"bytes_per_s": 4.3e12, "flops_per_s": 7.9e14},
+        "seq_len": 544,
+        "steps": [{"arm": "overlap", **step}, {"arm": "in turn", **step, "gap_share": 0.2}],
+    }
+    text = tables.overlap_tables(result)
+    assert "| 16 | 32 | 250 | 200 |" in text and "5.0%" in text and "20.0%" in text and "0.80" in text
 
 
 async def stream_of(lines, port_of, request_of):

@@ -127,10 +127,11 @@ class DecodeGraphs:
         self._attention, self._fence = attention, fence
         self._inputs = StaticDecodeBatch(self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
-        self._replays: dict[int, Callable[[], None]] = {}
+        self.replays: dict[int, Callable[[], None]] = {}
+        """What launches the captured forward of each size."""
         with _frozen_garbage():
             for size in _shown(list(reversed(self.sizes)), visible, progress):
-                self._replays[size] = self._captured(size, forward, capture)
+                self.replays[size] = self._captured(size, forward, capture)
 
     def _captured(self, size: int, forward: DecodeForward, capture: Capture) -> Callable[[], None]:
         batch, logits = self._inputs.view(size, [1] * size), self._logits[:size]
@@ -154,7 +155,7 @@ class DecodeGraphs:
         padded = self._inputs.fill(batch, size)
         with self._fence.planning():
             self._attention.init_forward_metadata(padded)
-        self._replays[size]()
+        self.replays[size]()
         return self._logits[: batch.batch_size]
 
 

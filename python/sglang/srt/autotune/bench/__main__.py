@@ -244,6 +244,20 @@ def _serving(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _overlap(args: argparse.Namespace) -> dict[str, Any]:
+    from sglang.srt.autotune.bench.overlap import measure_overlap
+    from sglang.srt.autotune.bench.serving import Traffic
+
+    sizes = CONCURRENCIES.get(args.geometry, [1, 16, 64, 256])
+    return measure_overlap(
+        _model(args),
+        sizes,
+        Traffic(args.requests_per_client),
+        flags=["--max-running-requests", str(max(sizes))],
+        log_folder=results_of(args),
+    )
+
+
 def _outputs(args: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.autotune.bench.outputs import measure_outputs
 
@@ -266,6 +280,7 @@ PIECES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "moe-wide": _moe_wide,
     "engine": _engine,
     "serving": _serving,
+    "overlap": _overlap,
     "outputs": _outputs,
     "dense": _dense,
 }

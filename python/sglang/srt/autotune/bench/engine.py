@@ -111,6 +111,10 @@ class Forwards:
             self._keep("prefill", size, driver.prefill([driver.random_ids(size)]))
             driver.release()
 
+    def release(self) -> None:
+        """Forget the batches, whose rows and slots belong to nobody already."""
+        self._batches, self._rows_of_pool = {}, {}
+
     def _keep(self, phase: str, size: int, batch: ForwardBatch) -> None:
         self._batches[phase, size] = batch
         rows = self._runner.req_to_token_pool.req_to_token[batch.req_pool_indices, : max(batch.seq_lens_cpu)]

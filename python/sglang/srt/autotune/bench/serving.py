@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ STOP_WITHIN_S = 30.0
 ARMS: dict[str, list[str]] = {"default": ["--disable-flashinfer-autotune"], "tuned": []}
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What clients ask: random prompts of `input_len` tokens and answers of `output_len`.
+
+    Each concurrency sends `requests_per_client` times as many requests, at least four; that and the lengths are what is
+    cut to make all of it fit into minutes.
+    """
+
+    requests_per_client: int = 2
+    input_len: int = 512
+    output_len: int = 128
+
+    def load(self, concurrency: int, vocab_size: int) -> Load:
+        num_requests = max(4, self.requests_per_client * concurrency)
+        return Load(concurrency, num_requests, self.input_len, self.output_len, vocab_size)
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
 def measure_serving(
     config: dict[str, Any],
     concurrencies: Sequence[int],
@@ -39,11 +60,8 @@ def measure_serving(
     flags: Sequence[str] = (),
     log_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Start a server for each arm and load it at each concurrency.
-
-    Each concurrency sends `requests_per_client` times as many requests (at least four); that and the lengths
-    are what is cut to make both arms fit into minutes.
-    """
+    """Start a server for each arm, with records of its own, and load it at each concurrency."""
+    traffic = Traffic(requests_per_client, input_len, output_len)
     arms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="sglang-bench-") as folder:
         model = write_config(Path(folder, "model"), config)
@@ -54,34 +72,42 @@ def measure_serving(
                 *("--context-length", str(max(1024, input_len + output_len)), *flags, *arm_flags),
             ]
             log_path = (log_folder or Path(folder)) / f"server-{arm}.log"
-            began = time.monotonic()
-            with server(command, log_path, {"SGLANG_CACHE_DIR": str(Path(folder, "cache", arm))}) as port:
-                arms[arm] = {"start_s": time.monotonic() - began, "command": command}
-                info = httpx.get(f"http://{HOST}:{port}/server_info", timeout=30.0, trust_env=False).json()
-                arms[arm]["autotune"] = info.get("autotune")
-                warmup = Load(1, 1, input_len, 8, config["vocab_size"])
-                run_load(HOST, port, warmup, LOAD_WITHIN_S)
-                rows = []
-                for concurrency in concurrencies:
-                    num_requests = max(4, requests_per_client * concurrency)
-                    load = Load(concurrency, num_requests, input_len, output_len, config["vocab_size"])
-                    row = run_load(HOST, port, load, LOAD_WITHIN_S)
-                    logger.info(
-                        "%s at %d: %.0f tokens/s, TTFT %.0f ms, ITL %.2f ms",
-                        arm,
-                        concurrency,
-                        row["output_tokens_per_s"],
-                        row["ttft_ms"],
-                        row["itl_ms"],
-                    )
-                    rows.append(row)
-                arms[arm]["rows"] = rows
-    return {
-        "input_len": input_len,
-        "output_len": output_len,
-        "requests_per_client": requests_per_client,
-        "arms": arms,
-    }
+            environment = {"SGLANG_CACHE_DIR": str(Path(folder, "cache", arm))}
+            arms[arm] = measure_arm(
+                arm, command, concurrencies, traffic, config["vocab_size"], log_path, environment
+            )
+    return {**traffic.to_json(), "arms": arms}
+
+
+def measure_arm(
+    arm: str,
+    command: list[str],
+    concurrencies: Sequence[int],
+    traffic: Traffic,
+    vocab_size: int,
+    log_path: Path,
+    environment: dict[str, str],
+) -> dict[str, Any]:
+    """Start one server with the flags of `command`, load it at each concurrency, and stop it."""
+    began = time.monotonic()
+    with server(command, log_path, environment) as port:
+        result: dict[str, Any] = {"start_s": time.monotonic() - began, "command": command}
+        info = httpx.get(f"http://{HOST}:{port}/server_info", timeout=30.0, trust_env=False).json()
+        result["autotune"] = info.get("autotune")
+        run_load(HOST, port, Load(1, 1, traffic.input_len, 8, vocab_size), LOAD_WITHIN_S)
+        result["rows"] = rows = []
+        for concurrency in concurrencies:
+            row = run_load(HOST, port, traffic.load(concurrency, vocab_size), LOAD_WITHIN_S)
+            logger.info(
+                "%s at %d: %.0f tokens/s, TTFT %.0f ms, ITL %.2f ms",
+                arm,
+                concurrency,
+                row["output_tokens_per_s"],
+                row["ttft_ms"],
+                row["itl_ms"],
+            )
+            rows.append(row)
+    return result
 
 
 @contextlib.contextmanager

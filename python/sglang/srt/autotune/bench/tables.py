@@ -134,6 +134,61 @@ def serving_tables(result: Result) -> str:
     return f"{note}\n\n{table(head, rows)}"
 
 
+def overlap_tables(result: Result) -> str:
+    arms = result["arms"]
+    in_turn = {row["concurrency"]: row for row in arms["in turn"]["rows"]}
+    head = [
+        "concurrency",
+        "requests",
+        "tokens/s overlap",
+        "tokens/s in turn",
+        "ITL ms overlap",
+        "ITL ms in turn",
+    ]
+    rows = []
+    for row in arms["overlap"]["rows"]:
+        other = in_turn[row["concurrency"]]
+        values = [row["concurrency"], row["requests"]]
+        for name in ("output_tokens_per_s", "itl_ms"):
+            values += [row[name], other[name]]
+        rows.append([*values, ratio(row["output_tokens_per_s"], other["output_tokens_per_s"])])
+    step_head = [
+        "batch",
+        "schedule",
+        "bound / step",
+        "bound ms",
+        "forward ms",
+        "step ms",
+        "gap ms",
+        "gap / step",
+    ]
+    steps = [
+        [
+            row["batch_size"],
+            row["arm"],
+            ratio(row["bound_ms"], row["step_ms"]),
+            row["bound_ms"],
+            row["forward_ms"],
+            row["step_ms"],
+            row["gap_ms"],
+            f"{100 * row['gap_share']:.1f}%",
+        ]
+        for row in sorted(result["steps"], key=lambda row: row["batch_size"])
+    ]
+    note = (
+        f"Two tuned servers. Random prompts of {result['input_len']} tokens, {result['output_len']} out, cut to "
+        f"{result['requests_per_client']} requests for each concurrent client (at least 4). The time between tokens "
+        "(ITL) is the median over requests."
+    )
+    step_note = (
+        f"One decode step of the server's own scheduler without HTTP, at about {result['seq_len']} tokens of context, "
+        "medians. The forward is the graph's replay; the gap is all the time between two of them, sampling and inputs "
+        f"included. {_bounds_line(result)}"
+    )
+    served = table([*head, "throughput overlap / in turn"], rows)
+    return f"{note}\n\n{served}\n\n{step_note}\n\n{table(step_head, steps)}"
+
+
 def outputs_tables(result: Result) -> str:
     head = ["tokens", "tuned error", "default error", "torch_grouped error", "tuned to default", "fallbacks"]
 
@@ -189,6 +244,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "moe-wide": moe_tables,
     "engine": engine_tables,
     "serving": serving_tables,
+    "overlap": overlap_tables,
     "outputs": outputs_tables,
     "dense": dense_tables,
 }
