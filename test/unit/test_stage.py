@@ -349,3 +349,19 @@ def test_a_spent_budget_keeps_what_was_tuned_and_the_next_start_goes_on(tmp_path
     assert report.status == "completed" and "left to the next start" in report.reason
     later = start(tmp_path)
     assert [name for name, source in sources(later).items() if source == "tuned"] == left
+
+
+def test_an_estimate_precedes_the_first_step_and_takes_the_pace_of_the_last_start(tmp_path, caplog):
+    caplog.set_level("INFO")
+    start(tmp_path)
+    lines = [record.getMessage() for record in caplog.records]
+    (estimate,) = [line for line in lines if "will take about" in line]
+    assert "5 steps at 0.35 s, as measured with the built-in model" in estimate
+    assert lines.index(estimate) < next(i for i, line in enumerate(lines) if "completed in" in line)
+    caplog.clear()
+    start(tmp_path, TinyHost(Limits((1, 2, 4), 4, 64)))
+    (estimate,) = [r.getMessage() for r in caplog.records if "will take about" in r.getMessage()]
+    assert "2 steps" in estimate and "the pace of the last start here" in estimate
+    caplog.clear()
+    start(tmp_path, TinyHost(Limits((1, 2, 4), 4, 64)))
+    assert "will take about" not in caplog.text

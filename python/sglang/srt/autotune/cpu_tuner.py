@@ -76,7 +76,11 @@ class CpuProfiler:
         self.measurements.append(Measurement(op_name, key, times_ms, tactic))
 
     def _settle_near_ties(
-        self, candidates: list[Any], times: list[float], inputs: list[torch.Tensor], kwargs: dict[str, Any]
+        self,
+        candidates: list[tuple[Any, Any]],
+        times: list[float],
+        inputs: list[torch.Tensor],
+        kwargs: dict[str, Any],
     ) -> list[float]:
         """``times`` with those of the candidates near the fastest measured in several rounds.
 
@@ -88,9 +92,10 @@ class CpuProfiler:
         near = [i for i, t in enumerate(times) if 0 < t <= fastest * (1 + CLOSE) and t != float("inf")]
         if len(near) < 2:
             return times
-        rounds, began = [], self.clock()
+        rounds: list[list[float]] = []
+        began = self.clock()
         while len(rounds) < self.rounds and (not rounds or self.clock() - began < self.rounds_budget_s):
-            rounds.append([self._time_s(*candidates[i], inputs, kwargs) for i in near])
+            rounds.append([self._time_s(candidates[i][0], candidates[i][1], inputs, kwargs) for i in near])
         settled = self.reduce_times([statistics.median(column) for column in zip(*rounds, strict=True)])
         return [dict(zip(near, settled, strict=True)).get(i, t) for i, t in enumerate(times)]
 
@@ -106,7 +111,9 @@ class CpuProfiler:
         except Exception:  # a candidate that cannot run here loses, as it does in FlashInfer's own sweep
             return float("inf")
         time_s = statistics.median(times)
-        return time_s if 0 < time_s < float("inf") else float("inf")  # a clock that jumps has measured nothing
+        return (
+            time_s if 0 < time_s < float("inf") else float("inf")
+        )  # a clock that jumps has measured nothing
 
 
 def choose(times: Sequence[float], margin: float = MARGIN) -> int:
