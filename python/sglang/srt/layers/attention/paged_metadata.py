@@ -2,7 +2,8 @@
 
 A page is one slot here, so a sequence's pages are the slots of its tokens and its last page is always full.
 Boundaries are made on the host, where the planner of the kernels reads them; slots are gathered on the
-device, where `ReqToTokenPool` lives. Nothing here waits for the device.
+device, where `ReqToTokenPool` lives. Nothing here waits for the device, and what is copied to it later stands in
+pinned memory: the driver may wait for the device before it takes a copy from any other.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import torch
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 
 
-def indptr_of(lengths: Sequence[int]) -> torch.Tensor:
+def indptr_of(lengths: Sequence[int], *, pinned: bool = False) -> torch.Tensor:
     """`[B + 1]` int32 on the CPU: where each of B neighbours of these `lengths` begins, and where the last ends."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=pinned)
+
+
+def full_pages(num_seqs: int, *, pinned: bool = False) -> torch.Tensor:
+    """`[num_seqs]` int32 on the CPU: the length of each sequence's last page, which is 1."""
+    return torch.ones(num_seqs, dtype=torch.int32, pin_memory=pinned)
 
 
 def gather_slots(
@@ -67,11 +73,12 @@ class PagedMetadata:
             indices = torch.empty(total, dtype=torch.int32, device=req_to_token.device)
         assert total <= indices.shape[0], f"{total} tokens in a buffer of {indices.shape[0]}"
         new_lens = batch.extend_seq_lens_cpu
+        pinned = indices.is_cuda
         return cls(
-            kv_indptr=indptr_of(batch.seq_lens_cpu),
-            last_page_len=torch.ones(batch.batch_size, dtype=torch.int32),
+            kv_indptr=indptr_of(batch.seq_lens_cpu, pinned=pinned),
+            last_page_len=full_pages(batch.batch_size, pinned=pinned),
             kv_indices=gather_slots(req_to_token, batch.req_pool_indices, batch.seq_lens, indices[:total]),
-            qo_indptr=None if new_lens is None else indptr_of(new_lens),
+            qo_indptr=None if new_lens is None else indptr_of(new_lens, pinned=pinned),
         )
 
     @classmethod
@@ -103,7 +110,7 @@ class PagedMetadata:
         first = (batch.positions + 1 - window).clamp_(min=0)
         seen = batch.positions + 1 - first
         return cls(
-            kv_indptr=indptr_of(lengths),
-            last_page_len=torch.ones(len(lengths), dtype=torch.int32),
+            kv_indptr=indptr_of(lengths, pinned=indices.is_cuda),
+            last_page_len=full_pages(len(lengths), pinned=indices.is_cuda),
             kv_indices=gather_slots(req_to_token, rows, seen, indices[:total], first),
         )
