@@ -187,7 +187,8 @@ class PagedKernels:
     def plan_decode(self, wrapper: Any, metadata: PagedMetadata) -> None:
         """Plan one query for each sequence of `metadata`."""
         if self.sinks is not None:  # its wrapper is one for prompts
-            one_each = torch.arange(metadata.kv_indptr.shape[0], dtype=torch.int32)
+            pinned = metadata.kv_indptr.is_pinned()
+            one_each = torch.arange(metadata.kv_indptr.shape[0], dtype=torch.int32, pin_memory=pinned)
             self.plan_prefill(wrapper, replace(metadata, qo_indptr=one_each))
             return
         wrapper.plan(
