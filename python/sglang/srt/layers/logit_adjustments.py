@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.transfer import to_device
 
 
 class TokenCounts:
@@ -62,10 +63,10 @@ class Penalties:
             return None
 
         def column(values: list[float]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return to_device(torch.tensor(values, dtype=torch.float32), device)[:, None]
 
         return cls(
-            torch.tensor(rows, device=device),
+            to_device(torch.tensor(rows), device),
             column([params[i].frequency_penalty for i in rows]),
             column([params[i].presence_penalty for i in rows]),
             column([params[i].repetition_penalty for i in rows]),
@@ -87,7 +88,7 @@ class Penalties:
     def count(self, counts: torch.Tensor, tokens: torch.Tensor, is_kept: Sequence[bool]) -> None:
         """Add the chosen `tokens` `[B]` to `counts`, except in rows of the batch whose token is not kept."""
         kept = [is_kept[i] for i in self.row_list]
-        weights = torch.tensor(kept, dtype=torch.int32, device=counts.device)[:, None]
+        weights = to_device(torch.tensor(kept, dtype=torch.int32), counts.device)[:, None]
         counts.scatter_add_(1, tokens[self.rows][:, None], weights)
 
 
@@ -107,9 +108,9 @@ class LogitBias:
             return None
         rows, tokens, values = zip(*entries, strict=True)
         return cls(
-            torch.tensor(rows, device=device),
-            torch.tensor(tokens, device=device),
-            torch.tensor(values, dtype=torch.float32, device=device),
+            to_device(torch.tensor(rows), device),
+            to_device(torch.tensor(tokens), device),
+            to_device(torch.tensor(values, dtype=torch.float32), device),
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sglang.srt.managers.process_life import Watchdog
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Tokens
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
-from sglang.srt.utils.transfer import HostCopy
+from sglang.srt.utils.transfer import HostCopy, to_device
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -154,8 +154,8 @@ class ModelExecutor:
 
     def _score_prompts(self, hidden: torch.Tensor, plan: LogprobPlan) -> list[torch.Tensor]:
         """The scores of the prompt tokens that `plan` wants, a few rows at a time: a row of logits is large."""
-        rows = torch.tensor(plan.prompt_rows, device=self.device).split(ROWS_AT_A_TIME)
-        targets = torch.tensor(plan.prompt_targets, device=self.device).split(ROWS_AT_A_TIME)
+        rows = to_device(torch.tensor(plan.prompt_rows), self.device).split(ROWS_AT_A_TIME)
+        targets = to_device(torch.tensor(plan.prompt_targets), self.device).split(ROWS_AT_A_TIME)
         return [
             score_tokens(self._runner.compute_logits(hidden[some]), tokens, plan.num_top)
             for some, tokens in zip(rows, targets, strict=True)
@@ -168,7 +168,7 @@ class ModelExecutor:
         if plan.is_empty:
             return tokens
         if plan.output_rows:
-            rows = torch.tensor(plan.output_rows, device=self.device)
+            rows = to_device(torch.tensor(plan.output_rows), self.device)
             scores = [*scores, score_tokens(logits[rows], tokens[rows], plan.num_top)]
         return torch.cat([tokens, *(score.flatten() for score in scores)])
 
