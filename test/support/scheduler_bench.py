@@ -52,6 +52,7 @@ class FakeDevice:
         self.modes: list[ForwardMode] = []
         self.batch_sizes: list[int] = []
         self.num_tokens: list[int] = []
+        self.launched: list[tuple[ForwardMode, list[str], list[int] | None]] = []
         self.prefilled: list[str] = []
 
     def launch(self, forward_batch, reqs):
@@ -68,7 +69,9 @@ class FakeDevice:
         tokens = [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
         if self.latest is not None:
             self.latest[forward_batch.req_pool_indices] = torch.tensor(tokens)
-        self.num_in_flight += 1
+        self.launched.append((forward_batch.mode, [req.rid for req in reqs], forward_batch.global_num_tokens))
+        if reqs:  # an idle batch has no tokens to take
+            self.num_in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
 
         def take():
@@ -94,8 +97,10 @@ class SchedulerBench:
         eos=(EOS,),
         stream_interval=1,
         cache=False,
+        num_micro_batches=1,
+        share_load=None,
     ):
-        overlap = self.overlap
+        overlap = self.overlap and num_micro_batches == 1 and share_load is None
         self.pool = ReqToTokenPool(max_running, context_len, "cpu")
         self.allocator = TokenAllocator(num_slots)
         self.cache = RadixCache() if cache else None
@@ -113,6 +118,8 @@ class SchedulerBench:
             receive=self.receive,
             send=self.send,
             stream_interval=stream_interval,
+            num_micro_batches=num_micro_batches,
+            share_load=share_load,
             overlap=overlap,
         )
 
