@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang import bench_serving
 from sglang.cli import autotune
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import server_args_parser
@@ -49,7 +50,7 @@ def parsers() -> list[argparse.ArgumentParser]:
     modules = [
         importlib.import_module(f"{autotune.__name__}.{name.replace('-', '_')}") for name in autotune.COMMANDS
     ]
-    return [server_args_parser(), *[module.parser() for module in modules]]
+    return [server_args_parser(), *[module.parser() for module in modules], bench_serving.parser()]
 
 
 def render() -> str:
