@@ -156,6 +156,11 @@ class Envs:
         "Root of everything that is kept between starts; autotune records lie under `flashinfer/autotune/` in it. "
         "Default: `~/.cache/sglang`.",
     )
+    SGLANG_MAX_REQUEST_MIB = EnvInt(
+        8,
+        "Largest body of an HTTP request in MiB; a larger one is answered with 413. 8 MiB hold a million token ids.",
+        minimum=1,
+    )
     SGLANG_FLASHINFER_AUTOTUNE_CACHE = EnvBool(
         True,
         "Load seeded and user records at start. `0` loads neither and tunes everything afresh; the result is "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
@@ -13,8 +14,10 @@ from sglang.srt.entrypoints.disconnect import ClientGone
 from sglang.srt.entrypoints.native.routes import add_native_routes
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
+from sglang.srt.entrypoints.request_limits import LimitBodies
 from sglang.srt.entrypoints.services import Services
 from sglang.srt.entrypoints.status_routes import add_status_routes
+from sglang.srt.environ import envs
 from sglang.version import __version__
 
 CLIENT_CLOSED_REQUEST = 499
@@ -23,14 +26,16 @@ CLIENT_CLOSED_REQUEST = 499
 
 def build_app(services: Services) -> ASGIApp:
     """The ASGI application over `services`."""
-    app = FastAPI(title="SGLang", version=__version__)
+    # Its pages of documentation load scripts from elsewhere; `/openapi.json` is there for tools.
+    app = FastAPI(title="SGLang", version=__version__, docs_url=None, redoc_url=None)
     _add_error_handlers(app)
     add_status_routes(app, services)
     add_openai_routes(app, services)
     add_native_routes(app, services)
     add_autotune_routes(app, services.status)
+    limited = LimitBodies(app, envs.SGLANG_MAX_REQUEST_MIB.get() * 2**20)
     key = services.server_args.api_key
-    return app if key is None else RequireKey(app, key)
+    return limited if key is None else RequireKey(limited, key)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -39,7 +44,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error.response()
 
     @app.exception_handler(ClientGone)
-    async def on_client_gone(_: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnect)  # within its body
+    async def on_client_gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)

@@ -19,6 +19,7 @@ class TextTokenizer:
         # The Rust tokenizer decodes several times faster than its Python wrapper, and never cleans up spaces.
         self._fast = tokenizer.backend_tokenizer if getattr(tokenizer, "is_fast", False) else None
         self._token_texts: dict[int, str] = {}
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
 
     @classmethod
     def load(cls, server_args: ServerArgs) -> TextTokenizer:
@@ -35,14 +36,21 @@ class TextTokenizer:
                 f"{flag} {server_args.tokenizer}: its tokenizer cannot be loaded: {reason}"
             ) from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer adds to every text."""
+    def encode(self, text: str, max_tokens: int) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds to every text.
+
+        Raises `ValueError` for a text that has more than `max_tokens` tokens beyond doubt, without tokenising it: that
+        would take seconds, in which no other request gets on.
+        """
+        self._check_length(text, max_tokens)
         return self._tokenizer(text)["input_ids"]
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any], max_tokens: int
+    ) -> list[int]:
         """Token ids of a conversation, as the model's chat template writes it when told `arguments`.
 
-        Raises `ValueError` when there is no template, or when it does not take these messages.
+        Raises `ValueError` when there is no template, when it does not take these messages, and as `encode` does.
         """
         if not self._tokenizer.chat_template:
             raise ValueError("this model has no chat template: use /v1/completions")
@@ -50,9 +58,17 @@ class TextTokenizer:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"the model's chat template does not take these messages: {error}") from None
+        self._check_length(text, max_tokens)
         # The template has written the special tokens already.
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return token_ids
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        # Twice, since a tokenizer may write two characters as one before it looks.
+        if len(text) > 2 * max_tokens * self._longest_token:
+            raise ValueError(
+                f"prompt has {len(text)} characters, far more than the {max_tokens} tokens that fit"
+            )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._fast is not None:

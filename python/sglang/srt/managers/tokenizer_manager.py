@@ -140,6 +140,7 @@ class TokenizerManager:
         for params in samplings:
             params.check()
             self._require_in_vocabulary("logit_bias", params.logit_bias)
+            self._require_in_vocabulary("stop_token_ids", params.stop_token_ids)
         token_ids = [self._token_ids(prompt) for prompt in prompts]
         rids = [f"{next(self._numbers):x}" for _ in range(len(token_ids) * n)]
         generation = Generation(token_ids, len(rids), lambda: self._abort(rids))
@@ -168,7 +169,11 @@ class TokenizerManager:
             self._observer.started(rid, len(ids))
         # Stop strings end a sequence here, so its text must be known as it grows; an observer wants its times.
         sends_each_token = incremental or bool(sampling.stop) or self._observer is not None
-        sampling = msgspec.structs.replace(sampling, max_new_tokens=max(1, sampling.max_new_tokens))
+        sampling = msgspec.structs.replace(
+            sampling,
+            max_new_tokens=min(max(1, sampling.max_new_tokens), self._max_total_tokens),
+            top_k=min(sampling.top_k, self._vocab_size),
+        )
         num_tokens = min(len(ids) + sampling.max_new_tokens, self._max_total_tokens)
         replica = self._dispatcher.assign(rid, num_tokens)
         self._send(TokenizedRequest(rid, ids, sampling, sends_each_token, replica, logprobs))
@@ -181,7 +186,7 @@ class TokenizerManager:
     def chat_prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
         """Token ids of a conversation; raises `ValueError` when the model's template does not take it."""
         assert self._tokenizer is not None
-        return self._tokenizer.encode_chat(messages, arguments)
+        return self._tokenizer.encode_chat(messages, arguments, self._max_total_tokens)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token by itself, special tokens included."""
@@ -200,7 +205,9 @@ class TokenizerManager:
     async def flush_cache(self, timeout_s: float) -> bool:
         """Empty the prefix caches; False when a replica has requests, or does not answer within `timeout_s`."""
         answers = await self._ask_replicas(FlushCache, timeout_s)
-        return bool(answers) and all(isinstance(answer, CacheFlushed) and answer.is_done for answer in answers)
+        return bool(answers) and all(
+            isinstance(answer, CacheFlushed) and answer.is_done for answer in answers
+        )
 
     async def _ask_replicas(
         self, question: type[GetInternalState] | type[FlushCache], timeout_s: float
@@ -271,7 +278,7 @@ class TokenizerManager:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             assert self._tokenizer is not None
-            prompt = self._tokenizer.encode(prompt)
+            prompt = self._tokenizer.encode(prompt, self._max_total_tokens)
         else:
             self._require_in_vocabulary("prompt", prompt)
         if not prompt:

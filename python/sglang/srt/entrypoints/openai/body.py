@@ -28,6 +28,8 @@ def parse_body(body: bytes, kind: type[T], unbuilt: Unbuilt) -> T:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise ApiError(400, "the request body is nested too deeply", code="invalid_json") from None
     return parse_fields(fields, kind, unbuilt)
 
 
@@ -43,6 +45,8 @@ def parse_fields(fields: Any, kind: type[T], unbuilt: Unbuilt) -> T:
     except msgspec.ValidationError as error:
         named = re.search(r"`\$\.(\w+)", str(error)) or re.search(r"field `(\w+)`", str(error))
         raise ApiError(400, str(error), param=named.group(1) if named else None) from None
+    except RecursionError:
+        raise ApiError(400, "the request body is nested too deeply", code="invalid_json") from None
 
 
 def or_default(value: T | None, default: T) -> T:
