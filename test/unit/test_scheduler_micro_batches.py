@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.managers.io_struct import AbortRequest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import NewTokenRatio, PrefillLimits, pick_prefill
 from sglang.srt.managers.scheduler import Load
 from sglang.srt.model_executor.forward_batch import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from support.scheduler_bench import SchedulerBench, expected_tokens, prompt
 
 
@@ -65,17 +68,26 @@ def test_micro_batches_that_fill_the_pool_make_room_for_each_other(num_slots, ca
 def test_a_request_aborted_while_its_forward_is_under_way_leaves_nothing_behind(num_steps):
     bench = bench_of(2)
     for i in range(4):
-        bench.add(f"r{i}", prompt(i, 20), 12)
+        bench.add(f"r{i}", prompt(i, 20), 12, incremental=True)
     for _ in range(num_steps):
         bench.scheduler.step()
     bench.scheduler.handle([AbortRequest("r1"), AbortRequest("r2")])
+    sent = [len(bench.outputs.get(rid, [])) for rid in ("r1", "r2")]
     bench.add("new", prompt(9, 20), 12)
     bench.run()
     for rid, seed in (("r0", 0), ("r3", 3), ("new", 9)):
         assert bench.tokens(rid) == expected_tokens(prompt(seed, 20), 12)
-    assert "r1" not in bench.outputs and "r2" not in bench.outputs
+    assert [len(bench.outputs.get(rid, [])) for rid in ("r1", "r2")] == sent, "nothing is said after an abort"
     bench.assert_all_is_free()
     assert bench.device.num_in_flight == 0
+
+
+@pytest.mark.parametrize(("num_free", "num_taken"), [(0, []), (3, [3]), (50, [16])])
+def test_a_prompt_that_was_begun_takes_no_more_than_others_left_of_its_room(num_free, num_taken):
+    begun = Req("begun", prompt(1, 40), SamplingParams(), incremental=False, max_total_tokens=100)
+    limits, elsewhere = PrefillLimits(16, 8), [begun]
+    picked = pick_prefill(begun, [], [], num_free, limits, NewTokenRatio(), None, elsewhere)
+    assert [num_new for _, num_new in picked] == num_taken
 
 
 class OtherReplica:
@@ -110,3 +122,11 @@ def test_a_batch_knows_the_tokens_of_all_replicas():
     assert bench.tokens("r") == expected_tokens(prompt(1, 6), 5)
     bench.scheduler.step()
     assert other.seen == [(6, True), (1, True), (1, True), (1, True), (1, True), (0, False)]
+
+
+def test_a_replica_whose_forward_is_under_way_is_busy_in_the_turn_of_an_empty_micro_batch():
+    other = OtherReplica([])
+    bench = bench_of(2, share_load=other)
+    bench.add("r", prompt(1, 6), 2)
+    bench.run()
+    assert other.seen == [(6, True), (0, True), (1, True), (0, True)]
