@@ -26,7 +26,7 @@ def add_status_routes(app: FastAPI, services: Services) -> None:
     @app.get("/server_info")
     @app.get("/get_server_info")
     async def server_info() -> Response:
-        return json_response(await _server_info(services))
+        return json_response(await server_info_of(services))
 
     metrics = services.metrics
     if metrics is not None:
@@ -36,7 +36,8 @@ def add_status_routes(app: FastAPI, services: Services) -> None:
             return Response(metrics.render(await services.internal_states()), media_type=CONTENT_TYPE_LATEST)
 
 
-async def _server_info(services: Services) -> dict[str, Any]:
+async def server_info_of(services: Services) -> dict[str, Any]:
+    """What `/server_info` shows: arguments, status, the stage's report, and the schedulers' counts."""
     arguments = dataclasses.asdict(services.server_args)
     if arguments["api_key"] is not None:
         arguments["api_key"] = "***"
