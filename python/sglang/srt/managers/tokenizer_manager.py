@@ -51,7 +51,7 @@ class RequestObserver(Protocol):
 
     def started(self, rid: str, num_prompt_tokens: int) -> None: ...
 
-    def gained(self, rid: str, num_tokens: int) -> None: ...
+    def gained(self, rid: str, num_tokens: int, num_cached_tokens: int) -> None: ...
 
     def ended(self, rid: str, is_complete: bool) -> None: ...
 
@@ -249,7 +249,7 @@ class TokenizerManager:
             return  # Aborted, while these tokens were on their way.
         generation, state = route
         if self._observer is not None and output.token_ids:
-            self._observer.gained(output.rid, len(output.token_ids))
+            self._observer.gained(output.rid, len(output.token_ids), output.num_cached_tokens)
         if output.finish_reason == "abort":
             self._forget(output.rid)
             generation.put(EngineError(output.message or "the request was aborted"))
