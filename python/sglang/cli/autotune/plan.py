@@ -14,6 +14,7 @@ from sglang.srt.autotune.estimate import estimate
 from sglang.srt.autotune.gpus import GpuModel, gpu_here, gpu_named, gpu_names
 from sglang.srt.autotune.plan import Limits
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.flags import FlagParser
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logs import setup_logging
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
         context_length=args.context_length,
         quantization=args.quantization,
     )
+    check_parallel_sizes(args, config)
     preview = with_estimate(make_preview(args, config, gpu))
     if own.json:
         json.dump(preview.to_json(), sys.stdout, indent=2)

@@ -13,7 +13,10 @@ from typing import Any
 from sglang.cli.autotune.arguments import own_parser, split_arguments
 from sglang.cli.autotune.tune_rank import run_rank
 from sglang.cli.errors import INTERRUPTED, START_ERROR
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.flags import FlagParser
+from sglang.srt.managers.launch_plan import plan_launch
 from sglang.srt.managers.launcher import WorkerGroup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logs import setup_logging
@@ -40,6 +43,13 @@ def main(argv: Sequence[str]) -> int:
     _, args = split_arguments(parser(), argv)
     if args.disable_flashinfer_autotune:
         raise ValueError("--disable-flashinfer-autotune leaves nothing to do here: leave it out")
+    config = ModelConfig.from_path(
+        args.model_path,
+        overrides=args.model_overrides,
+        context_length=args.context_length,
+        quantization=args.quantization,
+    )
+    check_parallel_sizes(args, config)
     setup_logging(args.log_level)
     try:
         # Graphs do not change what is tuned, and nobody will replay them.
@@ -52,13 +62,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_ranks(args: ServerArgs) -> dict[int, dict[str, Any]]:
-    """Run this machine's ranks; each one's report, or `{"error": words}`."""
-    ranks_here = args.world_size // args.nnodes
-    ranks = range(args.node_rank * ranks_here, (args.node_rank + 1) * ranks_here)
-    pipes = {rank: multiprocessing.Pipe(duplex=False) for rank in ranks}
+    """Run the ranks of this launch; each one's report, or `{"error": words}`."""
+    plan = plan_launch(args)
+    pipes = {rank: multiprocessing.Pipe(duplex=False) for rank in plan.ranks}
     workers, reports = WorkerGroup(), {}
     try:
-        workers.start(args, {rank: sender for rank, (_, sender) in pipes.items()}, run_rank)
+        workers.start(args, {rank: sender for rank, (_, sender) in pipes.items()}, run_rank, plan)
         for _, sender in pipes.values():
             sender.close()
         waiting = {receiver: rank for rank, (receiver, _) in pipes.items()}

@@ -201,27 +201,40 @@ def initialize(args: ParallelArgs, rank: int, init_method: str, device: torch.de
         timeout=timeout,
         device_id=device if on_cuda else None,
     )
-    groups = {
-        name: _create_group(name, all_ranks, rank, timeout, on_cuda)
-        for name, all_ranks in partitions(args).items()
-    }
-    return ParallelState(store=store, **groups)
+    groups = _ProcessGroups(timeout, on_cuda)
+    named = {name: groups.of(name, all_ranks, rank) for name, all_ranks in partitions(args).items()}
+    return ParallelState(store=store, **named)
 
 
-def _create_group(
-    name: str, all_ranks: Sequence[tuple[int, ...]], rank: int, timeout: datetime.timedelta, on_cuda: bool
-) -> Group:
-    """Create one kind of group. torch wants every rank to create every group, in the same order."""
-    mine = None
-    for ranks in all_ranks:
-        cpu_group = device_group = None
-        if len(ranks) > 1:
-            cpu_group = dist.new_group(ranks, timeout=timeout, backend="gloo")
-            device_group = dist.new_group(ranks, timeout=timeout, backend="nccl") if on_cuda else cpu_group
-        if rank in ranks:
-            mine = Group(name, ranks.index(rank), ranks, device_group, cpu_group)
-    assert mine is not None, f"rank {rank} is in no {name} group of {all_ranks}"
-    return mine
+class _ProcessGroups:
+    """Creates torch's process groups, one for each set of ranks: a set often serves under several names, and every
+    NCCL communicator takes memory and time. torch wants all ranks to create all groups, in the same order.
+    """
+
+    def __init__(self, timeout: datetime.timedelta, on_cuda: bool) -> None:
+        self._timeout, self._on_cuda = timeout, on_cuda
+        self._created: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def of(self, name: str, all_ranks: Sequence[tuple[int, ...]], rank: int) -> Group:
+        """The group of `rank` among those that partition the grid as `all_ranks`."""
+        mine = None
+        for ranks in all_ranks:
+            device_group, cpu_group = self._create(ranks)
+            if rank in ranks:
+                mine = Group(name, ranks.index(rank), ranks, device_group, cpu_group)
+        assert mine is not None, f"rank {rank} is in no {name} group of {all_ranks}"
+        return mine
+
+    def _create(self, ranks: tuple[int, ...]) -> tuple[Any, Any]:
+        if len(ranks) == 1:
+            return None, None
+        if ranks not in self._created:
+            cpu_group = dist.new_group(ranks, timeout=self._timeout, backend="gloo")
+            device_group = cpu_group
+            if self._on_cuda:
+                device_group = dist.new_group(ranks, timeout=self._timeout, backend="nccl")
+            self._created[ranks] = device_group, cpu_group
+        return self._created[ranks]
 
 
 def shutdown() -> None:
