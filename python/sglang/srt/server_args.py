@@ -102,6 +102,14 @@ class ServerArgs:
         1, "Tokens between two pieces of a streamed answer.", group=HTTP, parse=integer, minimum=1
     )
 
+    sampling_defaults: str = flag(
+        "model",
+        "Where sampling parameters that a request leaves out come from: the model's generation_config.json, or "
+        "OpenAI's constants.",
+        group=HTTP,
+        choices=("model", "openai"),
+    )
+
     mem_fraction_static: float = flag(
         0.88,
         "Share of the device's memory for weights, autotune reserve and KV pool together.",
@@ -141,7 +149,10 @@ class ServerArgs:
     )
 
     disable_radix_cache: bool = flag(
-        False, "Compute every prompt whole, even where it begins like an earlier one.", group=CAPACITY, parse=None
+        False,
+        "Compute every prompt whole, even where it begins like an earlier one.",
+        group=CAPACITY,
+        parse=None,
     )
 
     disable_overlap_schedule: bool = flag(
