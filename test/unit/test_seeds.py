@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from sglang.srt.autotune.plan import make_plan
 from sglang.srt.autotune.records.document import Document, read_document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
 from sglang.srt.autotune.records.merging import materialise, merge_sources
 from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry, parse_key
 from sglang.srt.autotune.records.seeds import BUILTIN_SEEDS, Seed, SeedCatalogue, read_seed, write_seed
+from sglang.srt.autotune_config import identity_of
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.limits import derive_limits
+from sglang.srt.server_args import prepare_server_args
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 K3_NAME = "kimi_k3-pp8-chunk16384-sm103"
 K3_APPLIES = {
     "model_type": "kimi_k3",
@@ -127,6 +134,21 @@ def test_libraries_that_choose_no_kernel_here_do_not_matter(gpu, library):
 def test_everything_that_differs_is_named_at_once():
     ((_, reasons),) = select({"tp": 2, "pp": 4}, {"gpu": "NVIDIA H100"}).refused
     assert len(reasons) == 3
+
+
+def test_the_qwen3_seed_answers_every_bucket_of_a_default_start_on_an_h200():
+    args = prepare_server_args(["--model-path", str(FIXTURES / "qwen3_30b_a3b"), "--device", "cuda"])
+    config = ModelConfig.from_path(args.model_path, dtype=args.dtype_on("cuda"))
+    environment = {**K3_ENVIRONMENT, "flashinfer_version": "0.7.2.post1", "gpu": "NVIDIA H200"}
+    applies = {**identity_of(args, config, "cuda").applies, "sm": "sm90", "flashinfer_version": "0.7.2.post1"}
+    (seed,) = SeedCatalogue().select(applies, environment).chosen
+    keys = [parse_key(key) for key in seed.records]
+    plan = make_plan(derive_limits(args, config, "cuda"))
+    for op in ("trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"):
+        assert {key.num_tokens for key in keys if key.custom_op == op} == {step.bucket for step in plan.steps}
+    for change in ({"tp": 2}, {"num_experts": 64}, {"flashinfer_version": "0.7.4"}, {"sm": "sm100"}):
+        assert not SeedCatalogue().select({**applies, **change}, environment).chosen
+    assert not SeedCatalogue().select(applies, {**environment, "gpu": "NVIDIA H100 80GB HBM3"}).chosen
 
 
 def test_every_shipped_seed_is_well_formed():
