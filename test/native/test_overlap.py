@@ -135,7 +135,7 @@ def test_no_step_waits_for_the_device(gpu: ModelRunner, temperature: float) -> N
 def test_forwards_that_are_queued_behind_each_other_keep_their_own_plans(gpu: ModelRunner) -> None:
     started = [Sequence.start(gpu) for _ in range(12)]
     for number, sequence in enumerate(started):
-        gpu.forward(extend_batch(gpu, [(sequence, [(number + j) % 256 for j in range(5 + 40 * number)])]))
+        gpu.forward(extend_batch(gpu, [(sequence, [(number + j) % 256 for j in range(5 + 20 * number)])]))
     batches = [decode_batch(gpu, [(s, 65) for s in started[first : first + 4]]) for first in (0, 4, 8)]
     wanted = []
     for batch in batches:

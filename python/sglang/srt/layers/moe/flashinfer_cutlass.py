@@ -199,6 +199,8 @@ class FlashInferCutlassMoERunner(MoERunner):
         b13: torch.Tensor | None = None,
         b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        num_tokens, most = hidden_states.shape[0], self.shape.max_num_tokens
+        assert num_tokens <= most, f"{num_tokens} tokens in one call; the workspace is for {most}"
         output = torch.empty_like(hidden_states)
         self._fused_moe(
             hidden_states,
