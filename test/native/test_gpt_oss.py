@@ -120,9 +120,9 @@ def test_decode_eager_and_replayed_from_a_graph(attention: Attention) -> None:
     attention.ours.init_forward_metadata(batch)
     size, device = 16, attention.device
     graphs = attention.ours.for_graphs([size])
-    inputs = StaticDecodeBatch(size, device)
     capture = CudaGraphCapture(device)
     for layer in attention.layers:
+        inputs = StaticDecodeBatch(size, device)  # a used one holds the lengths of its last batch, not the padding's
         static, out = attention.qkv(size), torch.zeros(size, NUM_HEADS * HEAD_DIM, dtype=BF16, device=device)
         padding = inputs.view(size, [1] * size)
         graphs.init_forward_metadata(padding)
