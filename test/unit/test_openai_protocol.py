@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.entrypoints.openai.body import parse_body
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.protocol import COMPLETION_UNBUILT, CompletionRequest
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams, model_defaults
 
 
 def parse(**fields) -> CompletionRequest:
@@ -53,7 +53,11 @@ def test_a_null_stands_for_the_default():
         ]
     )
     request = parse(**nulls)
-    assert request.sampling() == parse().sampling() == SamplingParams(max_new_tokens=16)
+    assert (
+        request.sampling(SamplingParams())
+        == parse().sampling(SamplingParams())
+        == SamplingParams(max_new_tokens=16)
+    )
     assert request.num_copies == 1
 
 
@@ -72,7 +76,7 @@ def test_parameters_reach_the_sampler():
         stop="x",
         stop_token_ids=[7],
         ignore_eos=True,
-    ).sampling()
+    ).sampling(SamplingParams())
     assert sampling == SamplingParams(
         max_new_tokens=5,
         temperature=0.5,
@@ -90,8 +94,39 @@ def test_parameters_reach_the_sampler():
     )
 
 
+def test_a_model_may_bring_defaults_of_its_own_which_a_request_overrides():
+    defaults = SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+    assert parse().sampling(defaults) == SamplingParams(
+        max_new_tokens=16, temperature=0.6, top_k=20, top_p=0.95
+    )
+    assert parse(temperature=0, top_k=-1).sampling(defaults).top_k == -1
+    assert parse(temperature=0).sampling(defaults).temperature == 0
+    assert parse(temperature=None).sampling(defaults).temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("config", "params"),
+    [
+        ({}, SamplingParams()),
+        (
+            {"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "eos_token_id": [1]},
+            SamplingParams(temperature=0.7, top_p=0.8, top_k=20),
+        ),
+        ({"top_k": 0, "min_p": None, "repetition_penalty": 1.05}, SamplingParams(repetition_penalty=1.05)),
+    ],
+)
+def test_generation_config_gives_the_defaults_that_shape_the_distribution(config, params):
+    assert model_defaults(config) == params
+
+
+@pytest.mark.parametrize("config", [{"temperature": "warm"}, {"top_p": 7}])
+def test_a_wrong_generation_config_names_the_file_and_the_remedy(config):
+    with pytest.raises(ValueError, match="generation_config.json.*--sampling-defaults openai"):
+        model_defaults(config)
+
+
 def test_an_integer_is_fine_where_a_number_is_expected():
-    assert parse(temperature=1, top_p=1).sampling().temperature == 1.0
+    assert parse(temperature=1, top_p=1).sampling(SamplingParams()).temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -114,7 +149,7 @@ def test_an_integer_is_fine_where_a_number_is_expected():
 )
 def test_a_value_out_of_range_or_of_a_wrong_type_is_refused_by_name(name, value):
     with pytest.raises(ApiError) as refused:
-        parse(**{name: value}).sampling()
+        parse(**{name: value}).sampling(SamplingParams())
     assert (refused.value.status, refused.value.param) == (400, name)
 
 
@@ -134,9 +169,7 @@ def test_a_parameter_that_would_change_the_answer_but_is_not_built_is_refused(na
 
 
 def test_values_that_ask_for_nothing_and_unknown_fields_pass():
-    parse(
-        best_of=1, suffix="", min_tokens=0, response_format={"type": "text"}, user="me", foo=[1]
-    )
+    parse(best_of=1, suffix="", min_tokens=0, response_format={"type": "text"}, user="me", foo=[1])
 
 
 @pytest.mark.parametrize("body", [b"", b" \n", b"{", b"[]", b"3", b"\xff\xfe", b"{}", b'{"prompt": NaN}'])

@@ -155,7 +155,6 @@ REFUSED: dict[str, str] = {
     "--revision": ONE,
     "--rl-on-policy-target": ONE,
     "--sampling-backend": ONE,
-    "--sampling-defaults": ONE,
     "--skip-tokenizer-init": NONE,
     "--speculative-accept-threshold-acc": ONE,
     "--speculative-accept-threshold-single": ONE,

@@ -38,7 +38,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.ipc import Endpoints, without_limits
 from sglang.srt.managers.tokenizer import TextTokenizer
-from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
+from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams, model_defaults
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,10 @@ class TokenizerManager:
     ) -> None:
         self._vocab_size = model_config.vocab_size
         self._max_total_tokens = model_config.context_length
+        self.default_sampling = SamplingParams()
+        """What a request gets where it says nothing."""
+        if server_args.sampling_defaults == "model":
+            self.default_sampling = model_defaults(model_config.generation_config)
         self._on_startup_message = on_startup_message
         self._observer = observer
         self._tokenizer: TextTokenizer | None = None

@@ -6,6 +6,9 @@ worker can trust it. Free of torch: the HTTP side imports it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 TOP_K_ALL = -1
@@ -75,3 +78,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 def _require(holds: bool, name: str, rule: str, value: object) -> None:
     if not holds:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What a model's `generation_config.json` says where a request says nothing; raises `ValueError` when it is wrong.
+
+    Only numbers that shape the distribution count, not `do_sample`: temperature 0 of a request is greedy.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: generation_config[name] for name in names if generation_config.get(name) is not None}
+    if given.get("top_k") == 0:
+        given["top_k"] = TOP_K_ALL
+    try:
+        defaults = msgspec.convert(given, SamplingParams)
+        defaults.check()
+    except ValueError as error:
+        raise ValueError(
+            f"generation_config.json: {error}: repair it, or start with --sampling-defaults openai"
+        ) from None
+    return defaults

@@ -95,7 +95,9 @@ class GenerateCall:
         """Starts the sequences. Raises `ApiError` 400 when the request cannot be served."""
         self._started_s = time.monotonic()
         prompts = request.prompts()
-        samplings, num_copies = request.samplings(len(prompts), manager.max_total_tokens)
+        samplings, num_copies = request.samplings(
+            len(prompts), manager.default_sampling, manager.max_total_tokens
+        )
         ids, logprobs = request.ids(len(prompts)), request.logprobs(len(prompts))
         self._is_list = request.is_batch or num_copies > 1
         try:

@@ -13,10 +13,10 @@ import msgspec
 from sglang.srt.entrypoints.openai.body import Unbuilt, or_default, parse_fields
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.logprobs import logprob_params
-from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES
+from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES, completed
 from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -69,30 +69,14 @@ class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
-    def sampling(self, max_total_tokens: int) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams, max_total_tokens: int) -> SamplingParams:
         """The sampling parameters. Raises `ApiError` when one is out of range."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        sampling = SamplingParams(
+        return completed(
+            self,
+            defaults,
             max_new_tokens=or_default(self.max_new_tokens, max_total_tokens),
-            temperature=or_default(self.temperature, 1.0),
-            top_p=or_default(self.top_p, 1.0),
-            top_k=or_default(self.top_k, TOP_K_ALL),
-            min_p=or_default(self.min_p, 0.0),
-            frequency_penalty=or_default(self.frequency_penalty, 0.0),
-            presence_penalty=or_default(self.presence_penalty, 0.0),
-            repetition_penalty=or_default(self.repetition_penalty, 1.0),
-            logit_bias=self.logit_bias or {},
-            seed=self.sampling_seed if self.sampling_seed is not None else self.seed,
-            stop=[text for text in stop or [] if text],
-            stop_token_ids=self.stop_token_ids or [],
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=or_default(self.skip_special_tokens, True),
+            seed=self.seed if self.sampling_seed is None else self.sampling_seed,
         )
-        try:
-            sampling.check()
-        except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).split()[0]) from None
-        return sampling
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
@@ -132,7 +116,9 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
             raise ApiError(400, "input_ids must be token ids, or lists of token ids", param="input_ids")
         return given if self.is_batch else [given]  # type: ignore[list-item, return-value]
 
-    def samplings(self, num_prompts: int, max_total_tokens: int) -> tuple[list[SamplingParams], int]:
+    def samplings(
+        self, num_prompts: int, defaults: SamplingParams, max_total_tokens: int
+    ) -> tuple[list[SamplingParams], int]:
         """The sampling parameters of each prompt, and the copies of every one. Raises `ApiError` for a wrong one."""
         given = _for_each("sampling_params", or_default(self.sampling_params, {}), num_prompts)
         parsed = [parse_fields(fields, NativeSampling, SAMPLING_UNBUILT) for fields in given]
@@ -148,7 +134,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
                 f"{num_prompts} prompts times n = {num_copies} are more than {MAX_SEQUENCES} sequences",
                 param="n",
             )
-        return [params.sampling(max_total_tokens) for params in parsed], num_copies
+        return [params.sampling(defaults, max_total_tokens) for params in parsed], num_copies
 
     def logprobs(self, num_prompts: int) -> list[LogprobParams | None]:
         """What is wanted for each prompt. A start of -1 is behind the prompt."""

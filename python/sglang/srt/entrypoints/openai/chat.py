@@ -33,7 +33,7 @@ class ChatCall(OpenAICall):
             prompt = manager.chat_prompt(request.conversation(), request.template_arguments())
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
-        sampling = request.sampling(default_max_tokens=manager.max_total_tokens)
+        sampling = request.sampling(manager.default_sampling, default_max_tokens=manager.max_total_tokens)
         super().__init__(request, model, manager, [prompt], sampling, request.logprob_params(), "messages")
 
     def _answer(self, pieces: list[Piece], usage: Usage) -> ChatCompletionResponse:

@@ -59,11 +59,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         arguments["add_generation_prompt"] = or_default(self.add_generation_prompt, True) and not continues
         return arguments
 
-    def sampling(self, default_max_tokens: int) -> SamplingParams:
+    def sampling(self, defaults: SamplingParams, default_max_tokens: int) -> SamplingParams:
         """The sampling parameters; without a limit the answer may fill the context."""
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.sampling_with(or_default(given, default_max_tokens), name)
+        return self.sampling_with(defaults, or_default(given, default_max_tokens), name)
 
     def logprob_params(self) -> LogprobParams | None:
         """What the engine is asked for."""

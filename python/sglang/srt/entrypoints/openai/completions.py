@@ -24,7 +24,13 @@ class CompletionCall(OpenAICall):
         self._echo = bool(request.echo)
         self._offsets: dict[int, int] = {}
         super().__init__(
-            request, model, manager, self._prompts, request.sampling(), request.logprob_params(), "prompt"
+            request,
+            model,
+            manager,
+            self._prompts,
+            request.sampling(manager.default_sampling),
+            request.logprob_params(),
+            "prompt",
         )
 
     def _answer(self, pieces: list[Piece], usage: Usage) -> CompletionResponse:

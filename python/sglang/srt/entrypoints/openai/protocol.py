@@ -43,9 +43,9 @@ class CompletionRequest(SamplingFields, kw_only=True):
             param="prompt",
         )
 
-    def sampling(self) -> SamplingParams:
-        """The sampling parameters, with this endpoint's defaults. Raises `ApiError` when one is out of range."""
-        return self.sampling_with(or_default(self.max_tokens, DEFAULT_MAX_TOKENS), "max_tokens")
+    def sampling(self, defaults: SamplingParams) -> SamplingParams:
+        """The sampling parameters, with this endpoint's limit. Raises `ApiError` when one is out of range."""
+        return self.sampling_with(defaults, or_default(self.max_tokens, DEFAULT_MAX_TOKENS), "max_tokens")
 
     def logprob_params(self) -> LogprobParams | None:
         """What the engine is asked for; with `echo` it is the prompt's as well."""

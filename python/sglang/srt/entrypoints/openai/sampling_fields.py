@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from sglang.srt.entrypoints.openai.body import Unbuilt, or_default
+from sglang.srt.entrypoints.openai.body import Unbuilt
 from sglang.srt.entrypoints.openai.errors import ApiError
-from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 MAX_SEQUENCES = 4096
 """Most sequences that one request may ask for, over all its prompts."""
@@ -71,31 +73,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         """Whether every event of a stream tells the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
-    def sampling_with(self, max_tokens: int, max_tokens_name: str) -> SamplingParams:
+    def sampling_with(
+        self, defaults: SamplingParams, max_tokens: int, max_tokens_name: str
+    ) -> SamplingParams:
         """The sampling parameters; the limit came as `max_tokens_name`. Raises `ApiError` for one out of range."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        sampling = SamplingParams(
-            max_new_tokens=max_tokens,
-            temperature=or_default(self.temperature, 1.0),
-            top_p=or_default(self.top_p, 1.0),
-            top_k=or_default(self.top_k, TOP_K_ALL),
-            min_p=or_default(self.min_p, 0.0),
-            frequency_penalty=or_default(self.frequency_penalty, 0.0),
-            presence_penalty=or_default(self.presence_penalty, 0.0),
-            repetition_penalty=or_default(self.repetition_penalty, 1.0),
-            logit_bias=self.logit_bias or {},
-            seed=self.seed,
-            stop=[text for text in stop or [] if text],
-            stop_token_ids=self.stop_token_ids or [],
-            ignore_eos=bool(self.ignore_eos),
-            skip_special_tokens=or_default(self.skip_special_tokens, True),
-        )
-        try:
-            sampling.check()
-        except ValueError as error:
-            message = str(error).replace("max_new_tokens", max_tokens_name)
-            raise ApiError(400, message, param=message.split()[0]) from None
-        return sampling
+        return completed(self, defaults, max_new_tokens_name=max_tokens_name, max_new_tokens=max_tokens)
 
     def check_copies(self, num_prompts: int) -> None:
         """Raise `ApiError` for a wrong `n`, too many sequences, or stream options without a stream."""
@@ -107,6 +89,34 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             )
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream to be true", param="stream_options")
+
+
+def completed(
+    fields: msgspec.Struct,
+    defaults: SamplingParams,
+    max_new_tokens_name: str = "max_new_tokens",
+    **others: Any,
+) -> SamplingParams:
+    """`defaults` with what `fields` has of the same names, unless it is null, and with `others`.
+
+    Raises `ApiError` that names the parameter which is out of range.
+    """
+    given = {
+        name: getattr(fields, name) for name in SamplingParams.__struct_fields__ if hasattr(fields, name)
+    }
+    given |= others
+    if isinstance(given["stop"], str):
+        given["stop"] = [given["stop"]]
+    given["stop"] = [text for text in given["stop"] or [] if text]
+    sampling = msgspec.structs.replace(
+        defaults, **{name: value for name, value in given.items() if value is not None}
+    )
+    try:
+        sampling.check()
+    except ValueError as error:
+        message = str(error).replace("max_new_tokens", max_new_tokens_name)
+        raise ApiError(400, message, param=message.split()[0]) from None
+    return sampling
 
 
 class PromptTokensDetails(msgspec.Struct):
