@@ -90,6 +90,40 @@ def test_show_selects_by_op_and_bucket(path, capsys):
     assert [(item["op"], item["bucket"], item["tactic"]) for item in file["records"]] == [("gemm1", 16, 7)]
 
 
+def test_show_has_only_the_steps_of_what_was_selected_in_the_order_of_a_start(capsys, tmp_path):
+    sizes = ("decode:16", "prefill:128", "decode:2", "prefill:2048")
+    steps = [StepEntry(name, (key_of("gemm1", int(name.split(":")[1])),)) for name in sizes]
+    records = [record("gemm1", int(name.split(":")[1]), 1) for name in sizes]
+    path = commit(tmp_path / "r.json", *records, steps=steps)
+    (file,) = output_json(capsys, "show", path, "--no-check")["files"]
+    assert [step["step"] for step in file["steps"]] == [
+        "decode:2",
+        "decode:16",
+        "prefill:2048",
+        "prefill:128",
+    ]
+    (file,) = output_json(capsys, "show", path, "--no-check", "--bucket", 2)["files"]
+    assert [step["step"] for step in file["steps"]] == ["decode:2"]
+    assert "none of its 4 records matches" in output(capsys, "show", path, "--no-check", "--op", "none")
+
+
+def megamoe(capacity: int) -> dict[str, Any]:
+    """An entry in the form in which a start keeps a MegaMoE winner."""
+    entry = {"max_tokens": capacity, "knobs": {"tile": [64, 128]}, "p50_us": 20.04, "source": "sweep"}
+    return {"kernel": "sm90_fp8", "version": 1, "entry": entry, "default_us": 30.0}
+
+
+def test_show_has_the_winners_of_megamoe(capsys, tmp_path):
+    entries = {f"k|max_tokens={n}": megamoe(n) for n in (16, 2)}
+    path = commit(tmp_path / "r.json", namespaces={"flashinfer_megamoe": entries})
+    text = output(capsys, "show", path, "--no-check")
+    rows = [line.split() for line in text.splitlines() if "sm90_fp8" in line]
+    assert [row[1:4] for row in rows] == [["2", "30.0", "20.0"], ["16", "30.0", "20.0"]]
+    assert '{"tile": [64, 128]}' in text and "no records" not in text
+    assert "2 records" in output(capsys, "show", tmp_path, "--no-check")
+    assert "16" not in output(capsys, "show", path, "--no-check", "--bucket", 2).split()
+
+
 def test_show_says_why_a_file_would_not_load_here(path, capsys):
     pytest.importorskip("flashinfer")
     (file,) = output_json(capsys, "show", path)["files"]
@@ -101,6 +135,7 @@ def test_show_says_why_a_file_would_not_load_here(path, capsys):
 
 def test_show_lists_a_directory(path, capsys, tmp_path):
     (tmp_path / "root" / "bad.json").write_text("{")
+    (path.parent / "report.json").write_text("{}")  # a start leaves it there; it is no record file
     files = output_json(capsys, "show", tmp_path / "root", "--no-check")["files"]
     assert {Path(file["path"]).name: len(file["records"]) for file in files} == {"bad.json": 0, path.name: 3}
     text = output(capsys, "show", tmp_path / "root", "--no-check")
@@ -182,11 +217,16 @@ def test_diff_tells_what_was_added_removed_and_changed(path, capsys, tmp_path):
     assert result["environment"] == [{"field": "cudnn_version", "old": "1", "new": "2"}]
     assert result["namespaces"] == [{"change": "removed", "namespace": "megamoe", "key": "8"}]
     text = output(capsys, "diff", path, other, code=1)
-    assert "-10.0%" in text and "1 the same, 1 changed, 1 added, 1 removed" in text
+    assert "-10.0%" in text and "1 the same, 1 changed, 1 added, 2 removed" in text
 
 
 def test_diff_of_the_same_choices_is_quiet(path, capsys):
-    assert "3 the same, 0 changed" in output(capsys, "diff", path, path)
+    assert output(capsys, "diff", path, path) == "4 the same, 0 changed, 0 added, 0 removed\n"
+
+
+def test_diff_says_when_two_files_have_nothing_in_common(path, capsys, tmp_path):
+    other = commit(tmp_path / "other.json", record("gemm3", 8, 1))
+    assert "No key is in both files" in output(capsys, "diff", path, other, code=1)
 
 
 # --- merge ------------------------------------------------------------------------------------------------------
@@ -229,7 +269,11 @@ def test_merge_refuses_what_does_not_say_where_it_was_measured(path, capsys, tmp
 
 
 def test_pin_and_unpin(path, capsys):
-    assert "pinned gemm1 at 8: [128, 4]" in output(capsys, "pin", path, "--op", "gemm1", "--bucket", 8)
+    told = output(capsys, "pin", path, "--op", "gemm1")
+    assert told.splitlines() == [
+        "gemm1 at 8 tokens, tactic [128, 4]: pinned",
+        "gemm1 at 16 tokens, tactic 7: already pinned",
+    ]
     assert RecordStore(path, ENVIRONMENT).load().records[key_of("gemm1", 8)].pinned
     RecordStore(path, ENVIRONMENT).commit([record("gemm1", 8, 55)])
     assert merged(path)[key_of("gemm1", 8)] == (128, 4)
@@ -239,7 +283,8 @@ def test_pin_and_unpin(path, capsys):
 
 def test_pin_wants_to_know_which(path, capsys):
     assert "--op TEXT, --bucket N, or --all" in output(capsys, "pin", path, code=2)
-    assert "holds no such record" in output(capsys, "pin", path, "--op", "nothing", code=2)
+    refused = output(capsys, "pin", path, "--op", "nothing", code=2)
+    assert "holds no such record" in refused and "MegaMoE, cannot be pinned" in refused
 
 
 # --- export-seed ------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print_json({"environment": environment, "records": changes, "namespaces": namespaces})
     else:
-        _print(changes, environment, namespaces, len(old.records.keys() & new.records.keys()))
+        _print(changes, environment, namespaces, _num_common(old, new))
     return 1 if changes or namespaces else 0
 
 
@@ -68,6 +68,12 @@ def _record_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:
             "old_ms": before.tuned_ms if before else None,
             "new_ms": after.tuned_ms if after else None,
         }
+
+
+def _num_common(old: Document, new: Document) -> int:
+    """Keys that both files hold, those of namespaces included."""
+    both = sum(len({*new.namespaces.get(name, {})} & {*entries}) for name, entries in old.namespaces.items())
+    return len(old.records.keys() & new.records.keys()) + both
 
 
 def _choice(record: Record | None) -> str | None:
@@ -110,12 +116,13 @@ def _print(
         print_table(table)
     for item in namespaces:
         print(f"{item['change']} in namespace {item['namespace']}: {item['key']}")
-    num_changed = sum(item["change"] == "changed" for item in changes)
-    num_added = sum(item["change"] == "added" for item in changes)
-    num_removed = sum(item["change"] == "removed" for item in changes)
+    kinds = [item["change"] for item in (*changes, *namespaces)]
+    num_changed, num_added, num_removed = (kinds.count(kind) for kind in ("changed", "added", "removed"))
     print(
         f"{num_common - num_changed} the same, {num_changed} changed, {num_added} added, {num_removed} removed"
     )
+    if num_added and num_removed and not num_common:
+        print("No key is in both files: they are of different models, dtypes or parallel sizes.")
 
 
 def _ratio(item: dict[str, Any]) -> str:

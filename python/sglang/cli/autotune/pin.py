@@ -40,7 +40,12 @@ def main(argv: Sequence[str]) -> int:
     document = read_records(args.path)
     chosen = list(selected(document, args.op, args.bucket))
     if not chosen:
-        raise ValueError(f"{args.path} holds no such record; `sglang autotune show {args.path}` lists them")
+        own = "; what a kernel keeps for itself, such as MegaMoE, cannot be pinned" * bool(
+            document.namespaces
+        )
+        raise ValueError(
+            f"{args.path} holds no such record; `sglang autotune show {args.path}` lists them{own}"
+        )
     store = RecordStore(args.path, stamp_of(args.path, document))
     changed = store.pin([record.key for record in chosen], pinned=not args.off)
     if not store.writable:
@@ -50,7 +55,10 @@ def main(argv: Sequence[str]) -> int:
         keys = [record.key for record in chosen]
         print_json({"path": str(args.path), "pinned": not args.off, "changed": changed, "keys": keys})
         return 0
-    done = "unpinned" if args.off else "pinned"
+    done = "not pinned" if args.off else "pinned"
     for record in chosen:
-        print(f"{done} {op_of(record)} at {bucket_of(record)}: {tactic_words(record.tactic)}")
+        was = " already" * (record.pinned is not args.off)
+        print(
+            f"{op_of(record)} at {bucket_of(record)} tokens, tactic {tactic_words(record.tactic)}:{was} {done}"
+        )
     return 0

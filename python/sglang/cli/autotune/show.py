@@ -8,27 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from sglang.cli.autotune.common import (
-    add_row,
     add_selection,
-    age,
     bucket_of,
     current_environment,
     key_of,
-    milliseconds,
-    new_table,
     op_of,
     print_json,
-    print_table,
     selected,
     tactic_words,
 )
-from sglang.srt.autotune.records.document import (
-    Document,
-    RejectedFile,
-    printable,
-    read_document,
-    read_json_object,
-)
+from sglang.cli.autotune.show_text import print_file, print_listing
+from sglang.srt.autotune.records.document import Document, RejectedFile, read_document
 from sglang.srt.autotune.records.environment import (
     ENVIRONMENT_FIELDS,
     EnvironmentComparison,
@@ -37,8 +27,12 @@ from sglang.srt.autotune.records.environment import (
 )
 from sglang.srt.autotune.records.record import Record, describe_policy, tactic_to_json
 from sglang.srt.autotune.records.seeds import read_seed
+from sglang.srt.autotune.report import REPORT_NAME
 from sglang.srt.environ import envs
 from sglang.srt.flags import FlagParser
+
+#: What lies beside record files and is none.
+OTHER_FILES = frozenset({"identity.json", REPORT_NAME, "tactics_blocklist.json"})
 
 
 def parser() -> FlagParser:
@@ -75,16 +69,16 @@ def main(argv: Sequence[str]) -> int:
     if args.json:
         print_json({"environment": environment, "files": described})
     elif not args.paths or any(path.is_dir() for path in paths):
-        _print_listing(paths, described)
+        print_listing(paths, described)
     else:
         for item in described:
-            _print_file(item)
+            print_file(item)
     return 0
 
 
 def _record_files(path: Path) -> list[Path]:
     if path.is_dir():
-        return sorted(found for found in path.rglob("*.json") if found.name != "identity.json")
+        return sorted(found for found in path.rglob("*.json") if found.name not in OTHER_FILES)
     return [path] if path.exists() else []
 
 
@@ -121,9 +115,18 @@ def _describe(
         "rejected": [{"key": bad.key, "reason": bad.reason} for bad in found.rejected],
         "edited_by_hand": found.edited,
         "environment": {name: (saved or {}).get(name) for name in ENVIRONMENT_FIELDS},
+        "total": len(found.records) + sum(map(len, found.namespaces.values())),
         "records": [_record_json(record) for record in selected(found, args.op, args.bucket)],
-        "namespaces": {name: len(entries) for name, entries in found.namespaces.items()},
-        "steps": list(_steps_json(found)),
+        "namespaces": {
+            name: [
+                entry
+                for entry in map(_entry_json, entries.items())
+                if args.bucket is None or entry["capacity"] in args.bucket
+            ]
+            for name, entries in found.namespaces.items()
+            if args.op is None or args.op in name
+        },
+        "steps": list(_steps_json(found, args.op, args.bucket)),
     }
 
 
@@ -146,8 +149,31 @@ def _record_json(record: Record) -> dict[str, Any]:
     }
 
 
-def _steps_json(document: Document) -> Iterator[dict[str, Any]]:
-    for step in document.steps.values():
+def _entry_json(item: tuple[str, Any]) -> dict[str, Any]:
+    """One entry of a namespace; what is known of its form (MegaMoE's) is taken out of it, the rest is null."""
+    key, value = item
+    outer: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
+    entry = outer.get("entry")
+    inner: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+    return {
+        "key": key,
+        "capacity": inner.get("max_tokens"),
+        "kernel": outer.get("kernel"),
+        "knobs": inner.get("knobs"),
+        "default_us": outer.get("default_us"),
+        "tuned_us": inner.get("p50_us"),
+        "tuned_at": inner.get("tuned_at"),
+    }
+
+
+def _steps_json(
+    document: Document, op: str | None, buckets: Sequence[int] | None
+) -> Iterator[dict[str, Any]]:
+    """The steps whose records `--op` and `--bucket` name, in the order in which a start runs them."""
+    chosen = {record.key for record in selected(document, op, buckets)}
+    for step in sorted(document.steps.values(), key=lambda step: _step_order(step.step)):
+        if not chosen.intersection(step.keys):
+            continue
         missing = [key for key in step.keys if key not in document.records]
         yield {
             "step": step.step,
@@ -159,86 +185,9 @@ def _steps_json(document: Document) -> Iterator[dict[str, Any]]:
         }
 
 
-def _print_listing(paths: Sequence[Path], described: list[dict[str, Any]]) -> None:
-    if not described:
-        print(f"No record files under {', '.join(map(str, paths))}.")
-        return
-    table = new_table("", "file", "for", "records", "tuned", "loads here", "why not", right=("records",))
-    for item in described:
-        newest = max((entry["tuned_at"] for entry in item["records"] if entry["tuned_at"]), default=None)
-        verdict = {True: "yes", False: "no", None: "?"}[item["loads_here"]]
-        name, count = _short_name(Path(item["path"]), paths), str(len(item["records"]))
-        add_row(
-            table, name, _engine(Path(item["path"])), count, age(newest), verdict, "; ".join(item["problems"])
-        )
-    print_table(table)
-
-
-def _short_name(path: Path, roots: Sequence[Path]) -> str:
-    for root in roots:
-        if root.is_dir() and path.is_relative_to(root):
-            return str(path.relative_to(root))
-    return str(path)
-
-
-def _engine(path: Path) -> str:
-    """What identity.json beside the file says of its engine: `qwen3_moe bfloat16 tp1 pp1 ep1`."""
-    try:
-        identity = read_json_object(path.parent / "identity.json")
-    except ValueError:
-        return "-"
-    model, parallel = identity.get("model"), identity.get("parallel")
-    words = [str(model.get("model_type")) if isinstance(model, dict) else "?", str(identity.get("dtype"))]
-    if isinstance(parallel, dict):
-        words += [f"{name}{parallel[name]}" for name in ("tp", "pp", "ep") if name in parallel]
-    return printable(" ".join(words))
-
-
-def _print_file(item: dict[str, Any]) -> None:
-    print(item["path"])
-    print(
-        {True: "would load here", False: "would NOT load here", None: "not compared with this machine"}[
-            item["loads_here"]
-        ]
-    )
-    for problem in item["problems"]:
-        print(f"  {problem}")
-    for bad in item.get("rejected", ()):
-        print(f"  left out: {bad['key']}: {bad['reason']}")
-    if item.get("edited_by_hand"):
-        print("  edited since it was written")
-    if not item["records"]:
-        print("no records")
-        return
-    columns = ("op", "bucket", "runner", "tactic", "source", "policy", "default ms", "tuned ms", "age")
-    table = new_table("records", *columns, right=("bucket", "default ms", "tuned ms", "age"))
-    for entry in item["records"]:
-        source = entry["source"] + (" (pinned)" if entry["pinned"] else "")
-        times = milliseconds(entry["default_ms"]), milliseconds(entry["tuned_ms"])
-        cells = (
-            entry["op"],
-            entry["bucket_words"],
-            entry["runner"],
-            entry["tactic_words"],
-            source,
-            entry["policy"],
-        )
-        add_row(table, *cells, *times, age(entry["tuned_at"]))
-    print_table(table)
-    if item["steps"]:
-        steps = new_table(
-            "steps",
-            "step",
-            "records",
-            "default ms",
-            "tuned ms",
-            "age",
-            right=("records", "default ms", "tuned ms", "age"),
-        )
-        for step in item["steps"]:
-            name = step["step"] + ("" if step["complete"] else " (incomplete)")
-            times = milliseconds(step["default_ms"]), milliseconds(step["tuned_ms"])
-            add_row(steps, name, str(step["records"]), *times, age(step["tuned_at"]))
-        print_table(steps)
-    for name, count in item["namespaces"].items():
-        print(f"namespace {name}: {count} entries")
+def _step_order(name: str) -> tuple[str, int, str]:
+    """Decode from the smallest up, then prefill from the largest down; other names after them."""
+    phase, _, size = name.replace(":", " ").partition(" ")
+    if not size.isdecimal():
+        return "~", 0, name
+    return phase, int(size) if phase == "decode" else -int(size), name
