@@ -245,6 +245,18 @@ def test_one_field_compares_as_in_flashinfer(saved, current, verdict):
     assert ("hard" if hard else "soft" if soft else "match") == verdict
 
 
+def test_of_long_lists_of_packages_only_what_differs_is_told():
+    digest = "73711f781c33b3409da8952f75169697208b0d9fc9c5c975d7c613c2b7a005e9"
+    saved, current = (
+        f"cpython-311;dsl==4.8.1:{digest};torch==2.12",
+        f"cpython-311;dsl==4.8.1:{digest};torch==2.13",
+    )
+    words = compare_environment({"cutlass_dsl_version": saved}, {"cutlass_dsl_version": current}).words()
+    assert words == "cutlass_dsl_version: saved torch==2.12, current torch==2.13"
+    words = compare_environment({"gpu": f"a:{digest};b;c;d;e"}, {"gpu": "x"}).words()
+    assert words == "gpu: saved a:73711f78..., b, c and 2 more, current x"
+
+
 def test_a_file_without_a_stamp_is_not_trusted(path):
     path.parent.mkdir()
     path.write_bytes(to_bytes(RecordSet({key_of(1): Record(key_of(1), "R", 1)}), None))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import platform
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,10 @@ ENVIRONMENT_FIELDS = (
 WILDCARD = "*"
 INDETERMINATE = (None, "unknown", "None")
 
+_DIGEST = re.compile(r"([0-9a-f]{8})[0-9a-f]{24,}")
+#: Packages of a list that are named one by one; FlashInfer 0.7.4 stamps seven with a digest each.
+_MAX_NAMED = 3
+
 
 @dataclass(frozen=True)
 class FieldDifference:
@@ -42,7 +47,9 @@ class FieldDifference:
         if isinstance(self.saved, (list, tuple)):
             saved = " or ".join(str(item) for item in self.saved)
         current = "not known" if self.current is None else str(self.current)
-        return f"{self.field}: saved {saved}, current {current}"
+        if ";" in saved and ";" in current:
+            saved, current = _apart(saved, current), _apart(current, saved)
+        return f"{self.field}: saved {_short(saved)}, current {_short(current)}"
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,18 @@ class EnvironmentComparison:
     def words(self) -> str:
         """``cublas_version: saved 13.1.0, current 13.2.0; ...``; empty when everything matches."""
         return "; ".join(difference.words() for difference in self.differences)
+
+
+def _apart(value: str, other: str) -> str:
+    """What a list of packages, `a==1;b==2`, holds and the other one does not."""
+    return ";".join(part for part in value.split(";") if part not in other.split(";")) or "nothing more"
+
+
+def _short(words: str) -> str:
+    """For a line of a log: digests cut to eight digits, the first few packages of a list."""
+    parts = _DIGEST.sub(r"\1...", words).split(";")
+    more = f" and {len(parts) - _MAX_NAMED} more" if len(parts) > _MAX_NAMED else ""
+    return ", ".join(parts[:_MAX_NAMED]) + more
 
 
 def compare_environment(saved: Any, current: Mapping[str, str]) -> EnvironmentComparison:
