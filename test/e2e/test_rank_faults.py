@@ -106,3 +106,59 @@ def test_a_rank_that_hangs_ends_all_within_the_bound(start_server, gone):
     assert time.monotonic() - began < 25
     assert "the worker of rank 0 lost another rank" in server.log
     assert gone(pids)
+
+
+# Python imports a module of this name when it starts: here rank 1 runs out of memory in one method.
+OUT_OF_MEMORY = """
+import multiprocessing
+import torch
+from {module} import {owner}
+whole = {owner}.{method}
+def short_of_memory(self, *args, **kwargs):
+    if multiprocessing.current_process().name == "sglang-rank1" and {when}:
+        raise torch.OutOfMemoryError("tried to allocate 3 GiB, on purpose")
+    return whole(self, *args, **kwargs)
+{owner}.{method} = short_of_memory
+"""
+
+
+def out_of_memory(directory, module, owner, method, when="True"):
+    """Environment in which rank 1 runs out of memory in `owner.method` of `module`."""
+    text = OUT_OF_MEMORY.format(module=module, owner=owner, method=method, when=when)
+    (directory / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(directory), *sys.path])}
+
+
+def test_a_rank_that_runs_out_of_memory_while_it_serves_is_named(start_server, gone, tmp_path):
+    environment = out_of_memory(tmp_path, "sglang.srt.managers.executor", "ModelExecutor", "launch")
+    server = start_server("--tp-size", "2", "--disable-flashinfer-autotune", **environment).wait_ready()
+    pids = server.pids()
+    assert server.post("/v1/completions", json={"prompt": "more"}).status_code == 500
+    assert server.wait_exit() == 1
+    assert gone(pids)
+    assert "The server stops: the worker of rank 1 failed" in server.log
+    assert "worker of rank 0 lost another rank" in server.log
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_step_is_named_and_the_next_start_leaves_the_step_out(
+    start_server, gone, tmp_path
+):
+    environment = out_of_memory(
+        tmp_path,
+        "sglang.srt.model_executor.autotune_host",
+        "ModelRunnerHost",
+        "dummy_forward",
+        when="args[0].op_tokens == 4",
+    )
+    quick = ("--tp-size", "2", "--max-running-requests", "8", "--chunked-prefill-size", "16")
+    server = start_server(*quick, **environment)
+    server.wait_until("the ranks are there", lambda: len(server.worker_pids()) == 2, 60)
+    pids = server.pids()
+    assert server.wait_exit(90) == 1
+    assert gone(pids)
+    assert "rank 1 failed in autotune step decode 4" in server.log
+    assert "The server stops: the worker of rank 1 failed" in server.log
+
+    report = start_server(*quick).wait_ready().info()["autotune"]
+    assert [left["step"] for left in report["left_out"]] == ["decode 4"]
+    assert report["status"] == "completed" and report["fallbacks"] == 0
