@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from starlette.testclient import TestClient
 
 from sglang.srt.entrypoints.app import build_app
 from sglang.srt.entrypoints.engine_status import EngineStatus
@@ -118,3 +119,13 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised():
         ValueError, match="prompt has 4000000 characters, far more than the 20 tokens that fit"
     ):
         tokenizer.encode("a" * 4_000_000, max_tokens=20)
+
+
+def test_the_openapi_document_knows_the_bodies():
+    document = TestClient(app()).get("/openapi.json").json()
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"][
+        "schema"
+    ]
+    schema = document["components"]["schemas"][body["$ref"].rsplit("/", 1)[1]]
+    assert "prompt" in schema["required"] and "temperature" in schema["properties"]
+    assert "content" not in document["paths"]["/health"]["get"]["responses"]["200"]

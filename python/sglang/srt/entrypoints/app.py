@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.disconnect import ClientGone
 from sglang.srt.entrypoints.native.routes import add_native_routes
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.routes import add_openai_routes
+from sglang.srt.entrypoints.openapi import describe_bodies
 from sglang.srt.entrypoints.request_limits import LimitBodies
 from sglang.srt.entrypoints.services import Services
 from sglang.srt.entrypoints.status_routes import add_status_routes
@@ -33,6 +34,7 @@ def build_app(services: Services) -> ASGIApp:
     add_openai_routes(app, services)
     add_native_routes(app, services)
     add_autotune_routes(app, services.status)
+    describe_bodies(app)
     limited = LimitBodies(app, envs.SGLANG_MAX_REQUEST_MIB.get() * 2**20)
     key = services.server_args.api_key
     return limited if key is None else RequireKey(limited, key)
