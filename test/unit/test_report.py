@@ -14,7 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sglang.cli.autotune import main
 from sglang.srt.autotune.metrics import register
-from sglang.srt.autotune.report import REPORT_NAME, StageReport, StepReport, newest_report, read_report
+from sglang.srt.autotune.report import (
+    REPORT_NAME,
+    StageReport,
+    StepReport,
+    newest_report,
+    notes_of,
+    read_report,
+)
 from support.sample_report import OPS, sample_report
 from support.tiny_host import start
 
@@ -113,6 +120,32 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     assert (tmp_path / "out.html").read_text().startswith("<!doctype html>")
     assert main(["report", str(path), "--html", str(tmp_path / "no" / "out.html")]) == 2
     assert "--html" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["report"], ["report", ""]], ids=["no path", "an unset variable"])
+def test_without_a_path_the_newest_report_of_the_cache_is_taken(tmp_path, capsys, monkeypatch, argv):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
+    written(tmp_path / "flashinfer" / "autotune" / "a" / REPORT_NAME, sample_report())
+    assert main(argv) == 0
+    assert "FlashInfer autotune completed" in capsys.readouterr().out
+
+
+def test_one_note_of_many_steps_is_one_line():
+    notes = notes_of(
+        [("decode", 8, None), ("decode", 4, "spent"), ("prefill", 64, "spent"), ("prefill", 32, "spent")]
+    )
+    assert notes == [("decode 4, prefill 64 32", "spent")]
+
+
+def test_a_skipped_op_that_nothing_asked_for_is_a_warning_and_memory_is_no_path(tmp_path, caplog):
+    caplog.set_level("INFO")
+    (tmp_path / "file").write_text("")
+    report = start(tmp_path / "file", skip_ops=("misspelt",))
+    assert report.cache_path is None
+    assert "no forward asked for the skipped op misspelt" in caplog.text
+    assert "records in memory only" in caplog.text
 
 
 def test_the_command_prints_the_report_of_a_start_that_was_skipped(tmp_path, capsys):

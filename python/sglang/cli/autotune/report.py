@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang.cli.autotune.common import print_table
-from sglang.srt.autotune.report import read_report
+from sglang.srt.autotune.report import notes_of, read_report
+from sglang.srt.environ import envs
 from sglang.srt.flags import FlagParser
 
 
@@ -20,9 +21,11 @@ def parser() -> FlagParser:
     )
     own.add_argument(
         "path",
-        type=Path,
+        nargs="?",
+        type=_path,
         metavar="PATH",
-        help="A report, or a directory whose newest report.json is taken.",
+        help="A report, or a directory whose newest report.json is taken. Default: the autotune directory under "
+        "SGLANG_CACHE_DIR.",
     )
     own.add_argument(
         "--html", type=Path, metavar="OUT", help="Write the page to this file and print nothing else."
@@ -30,10 +33,15 @@ def parser() -> FlagParser:
     return own
 
 
+def _path(text: str) -> Path | None:
+    """None for an empty one, as an unset variable gives it: that is no reason to search the current directory."""
+    return Path(text) if text else None
+
+
 def main(argv: Sequence[str]) -> int:
     """Print or write; raises `ValueError` that names the file when there is no report or no place to write."""
-    own = parser().parse_args(argv)
-    report = read_report(own.path)
+    own = parser().parse_strictly(argv)
+    report = read_report(own.path or Path(envs.SGLANG_CACHE_DIR.get(), "flashinfer", "autotune"))
     if own.html is None:
         print_report(report)
         return 0
@@ -101,7 +109,8 @@ def _megamoe(whole: dict[str, Any] | None) -> list[str]:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
-    notes = [f"step {s['phase']} {s['num_tokens']}: {s['note']}" for s in report["steps"] if s.get("note")]
+    steps = [(step["phase"], step["num_tokens"], step.get("note")) for step in report["steps"]]
+    notes = [f"{names}: {note}" for names, note in notes_of(steps)]
     notes += [f"rejected: {item['reason']}" for item in report["records"]["rejected"]]
     notes += [
         f"seed {s['name']} not used: {'; '.join(s['reasons'])}" for s in report["seeds"] if not s["used"]
@@ -109,5 +118,5 @@ def _notes(report: dict[str, Any]) -> list[str]:
     notes += [f"fallback at {f['step']}: {f['op']} {f['shapes']}" for f in report["fallback_details"]]
     notes += [f"rank {d['rank']} took another rank's choice for {d['key']}" for d in report["disagreements"]]
     never = report["skipped_ops"]["never_asked"]
-    notes += [f"no forward asked for the skipped op {op}" for op in never]
+    notes += [f"no forward asked for the skipped op {op}: is it spelled right?" for op in never]
     return notes + list(report["warnings"])

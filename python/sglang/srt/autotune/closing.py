@@ -47,10 +47,14 @@ def _log_completed(report: StageReport) -> None:
             first.op,
             first.shapes,
         )
+    for op in report.skipped_ops["never_asked"]:
+        logger.warning(
+            "FlashInfer autotune: no forward asked for the skipped op %s: is it spelled right?", op
+        )
     logger.info(
-        "FlashInfer autotune completed in %.2f s: %s, %d fallbacks, records at %s",
+        "FlashInfer autotune completed in %.2f s: %s, %d fallbacks, records %s",
         report.seconds,
         report.reason,
         report.fallbacks,
-        report.cache_path,
+        "in memory only" if report.cache_path is None else f"at {report.cache_path}",
     )

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from sglang.srt.autotune.report import StageReport
+from sglang.srt.autotune.report import StageReport, notes_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,16 +157,15 @@ def step_table(report: StageReport, *, plain: bool = False) -> Table:
 
 
 def print_table(report: StageReport, console: Console | None = None) -> None:
-    """The table, and below it a line for every step that has a note; nothing at a log level above info."""
+    """The table, and below it a line for every note of a step; nothing at a log level above info."""
     if not logger.isEnabledFor(logging.INFO):
         return
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, no_color=True)
     console.print(step_table(report, plain=not console.is_terminal), highlight=False)
-    for step in report.steps:
-        if step.note:
-            console.print(f"* {step.name}: {step.note}", highlight=False, markup=False, soft_wrap=True)
+    for names, note in notes_of((step.phase, step.num_tokens, step.note) for step in report.steps):
+        console.print(f"* {names}: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

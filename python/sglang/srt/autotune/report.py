@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import select
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -173,6 +174,21 @@ def rejections(source: str, loaded: LoadedRecords) -> list[dict[str, str]]:
     return [
         {"source": source, "path": loaded.path, "kind": kind, "reason": reason}
         for kind, reason in zip(kinds, loaded.problems, strict=True)
+    ]
+
+
+def notes_of(steps: Iterable[tuple[str, int, str | None]]) -> list[tuple[str, str]]:
+    """``(steps in words, note)`` for each note once, given the phase, the size and the note of every step.
+
+    A spent budget leaves a note at a dozen steps: that is one line, ``prefill 1024 512 256``.
+    """
+    sizes: dict[str, dict[str, list[str]]] = {}
+    for phase, num_tokens, note in steps:
+        if note:
+            sizes.setdefault(note, {}).setdefault(phase, []).append(str(num_tokens))
+    return [
+        (", ".join(f"{phase} {' '.join(numbers)}" for phase, numbers in found.items()), note)
+        for note, found in sizes.items()
     ]
 
 
