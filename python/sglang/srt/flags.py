@@ -125,6 +125,8 @@ def default_text(field: dataclasses.Field[Any], spec: FlagSpec) -> str:
     if spec.default_text is not None:
         return spec.default_text
     default = flag_default(field)
+    if isinstance(default, float):
+        return f"{default:g}"
     return "" if spec.parse is None or default is None or default == [] else str(default)
 
 
@@ -151,7 +153,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def _unknown_flag(self, name: str) -> str:
         known = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
         hint = f": did you mean {near[0]}?" if near else ": see --help for the flags there are"
         return f"unknown flag {name}{hint}"
 

@@ -284,6 +284,7 @@ class ServerArgs:
         "Seconds that a rank waits for the others in a collective call before the server stops.",
         group=PARALLEL,
         parse=number,
+        metavar="SECONDS",
         minimum=1,
     )
 
@@ -295,7 +296,7 @@ class ServerArgs:
     )
     flashinfer_autotune_skip_ops: list[str] = flag(
         [],
-        "Ops that are neither tuned nor served from records.",
+        "Ops that are neither tuned nor served from records; `sglang autotune plan` prints their names.",
         group=AUTOTUNE,
         nargs="+",
         metavar="OP",
@@ -324,6 +325,7 @@ class ServerArgs:
         "0 is no limit.",
         group=AUTOTUNE,
         parse=number,
+        metavar="SECONDS",
         minimum=0,
     )
 
@@ -341,6 +343,7 @@ class ServerArgs:
         "Seconds that one forward may take before the server stops with a message.",
         group=RUNTIME,
         parse=number,
+        metavar="SECONDS",
         minimum=1,
     )
 
