@@ -166,6 +166,16 @@ def test_records_of_this_machine_are_found_and_their_steps_counted(capsys):
     assert "rank_tp0_pp0_dp0.json  1 records, 1 of 16 steps covered" in text
 
 
+def test_a_bucket_that_was_tuned_in_decode_covers_the_prefill_step_of_other_limits(capsys):
+    stamp = {field: "unknown" for field in ENVIRONMENT_FIELDS} | installed_stamp(None)
+    _, store = store_of(QWEN3, stamp, None)
+    record = Record(KEY, "ReferenceMoE", 1, source="tuned")
+    store.commit([record], steps=[StepEntry("decode 8", (KEY,))])
+    small = ["--max-running-requests", "4", "--chunked-prefill-size", "16"]
+    (rank,) = plan_json(capsys, *QWEN3, "--device", "cpu", *small)["records"]["ranks"]
+    assert rank["covered"] == ["prefill 8"]
+
+
 def test_with_megamoe_capacities_take_the_place_of_steps(capsys):
     flags = [*QWEN3, "--device", "cpu", "--moe-runner-backend", "reference_megamoe"]
     stamp = {field: "unknown" for field in ENVIRONMENT_FIELDS} | installed_stamp(None)

@@ -248,13 +248,16 @@ def read_rank(directory: Path | None, place: RankPlace) -> LoadedRecords:
 
 
 def covered_steps(plan: Plan, records: RecordSet) -> tuple[str, ...]:
-    """The steps all of whose known keys have a record. The start itself checks with a forward."""
-    covered = []
-    for step in plan.steps:
-        entry = records.steps.get(step.name)
-        if entry is not None and entry.keys and all(key in records.records for key in entry.keys):
-            covered.append(step.name)
-    return tuple(covered)
+    """The steps all of whose known keys have a record. The start itself checks with a forward.
+
+    Keys hold the bucket and not the phase: what a start tuned as ``decode 16`` covers ``prefill 16`` of another.
+    """
+    complete = {
+        name.split()[-1]
+        for name, entry in records.steps.items()
+        if entry.keys and all(key in records.records for key in entry.keys)
+    }
+    return tuple(step.name for step in plan.steps if str(step.bucket) in complete)
 
 
 def megamoe_capacities(plan: Plan, records: RecordSet) -> tuple[int, ...]:
