@@ -154,3 +154,21 @@ def test_tuning_waits_less_before_each_tactic_and_puts_the_delay_back():
     with flashinfer_api.tuning(8, ()):
         assert flashinfer_api.tuner().stream_delay_micro_secs == flashinfer_api.STREAM_DELAY_US < before
     assert flashinfer_api.tuner().stream_delay_micro_secs == before
+
+
+def test_near_ties_are_settled_where_flashinfer_can_and_nothing_is_passed_where_it_cannot(monkeypatch):
+    import flashinfer
+
+    plain, passed = flashinfer.autotune, []
+
+    def later(tune_mode=True, *, tie_tolerance=None, **options):
+        """`autotune` as FlashInfer 0.7.4 has it."""
+        passed.append(tie_tolerance)
+        return plain(tune_mode, **options)
+
+    with flashinfer_api.tuning(8, []):
+        assert AutoTuner.get().is_tuning_mode
+    monkeypatch.setattr(flashinfer, "autotune", later)
+    with flashinfer_api.tuning(8, []):
+        assert AutoTuner.get().is_tuning_mode
+    assert passed == [flashinfer_api.TIE_TOLERANCE] and 0 < flashinfer_api.TIE_TOLERANCE < 0.03
