@@ -43,6 +43,18 @@ def test_log_lines_carry_the_rank_and_the_last_setup_counts(capsys: pytest.Captu
     assert all(" TP1]" in line for line in lines)
 
 
+def test_tokenizers_say_nothing_of_a_long_prompt_which_the_server_refuses_itself():
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        setup_logging("info")
+        from transformers.tokenization_utils_base import logger
+
+        assert not logger.isEnabledFor(logging.WARNING) and logger.isEnabledFor(logging.ERROR)
+    finally:
+        root.handlers[:], root.level = before, level
+
+
 def test_addresses_split_into_host_and_port():
     assert split_host_port("node0:5000", flag="--x") == ("node0", 5000)
     assert split_host_port("[fe80::1]:5000", flag="--x") == ("fe80::1", 5000)

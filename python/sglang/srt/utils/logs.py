@@ -10,6 +10,9 @@ _DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Their start-up and per-request lines drown what an operator looks for.
 _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "transformers", "asyncio")
 
+# Warns of every prompt above the model's length, with a wrong remedy; the server answers such a request itself.
+_SILENT = ("transformers.tokenization_utils_base",)
+
 
 class _Formatter(logging.Formatter):
     """`[time label] message`, with the level named from WARNING upwards."""
@@ -40,3 +43,5 @@ def setup_logging(level: str = "info", label: str = "") -> None:
     quiet = max(root.level, logging.WARNING) if root.level > logging.DEBUG else logging.INFO
     for name in _CHATTY:
         logging.getLogger(name).setLevel(quiet)
+    for name in _SILENT:
+        logging.getLogger(name).setLevel(logging.ERROR if quiet > logging.INFO else quiet)
