@@ -97,3 +97,9 @@ def test_an_unknown_backend_names_the_flag() -> None:
     cache = Cache([1], 1)
     with pytest.raises(ValueError, match="--attention-backend nonsense"):
         create_attention_backend("nonsense", cache.rows, cache.pool, 1, torch.float32)
+
+
+def test_a_gpu_backend_on_the_cpu_names_the_flag_and_the_remedy() -> None:
+    cache = Cache([1], 1)
+    with pytest.raises(ValueError, match="--attention-backend flashinfer needs a GPU: leave it out on cpu"):
+        create_attention_backend("flashinfer", cache.rows, cache.pool, 1, torch.float32)

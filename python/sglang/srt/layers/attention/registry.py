@@ -23,14 +23,16 @@ def create_attention_backend(
     """Build the backend that `--attention-backend` names (already resolved from auto).
 
     `num_heads` are this rank's query heads, `dtype` that of the activations; `layers` tells which sliding windows and
-    sinks there are. Raises `ValueError` when there
-    is no such backend, or it cannot run here.
+    sinks there are. Raises `ValueError` when there is no such backend, or it cannot run here.
     """
     if name == "torch_native":
         from sglang.srt.layers.attention.torch_native import TorchNativeAttention
 
         return TorchNativeAttention(req_to_token_pool, kv_pool)
     if name == "flashinfer":
+        device = kv_pool.k(0).device
+        if device.type != "cuda":
+            raise ValueError(f"--attention-backend flashinfer needs a GPU: leave it out on {device.type}")
         from sglang.srt.layers.attention.flashinfer import FlashInferAttention
 
         return FlashInferAttention(
