@@ -169,7 +169,7 @@ def _record_lines(preview: Preview) -> Iterator[str]:
         reason = "the GPU's exact variant: unknown here"
         if records.unknown_here:
             fields = ", ".join(records.unknown_here)
-            reason = f"{fields}: unknown here, since they are read from the libraries that a start on the GPU loads"
+            reason = f"{fields}: unknown here; a start reads that from the libraries that it loads"
         yield from _wrapped("  ", f"the directory's name also depends on {reason}")
     else:
         yield f"  {records.directory}/"
