@@ -234,7 +234,9 @@ def tuning(bucket: int, skip_ops: Sequence[str]) -> Iterator[None]:
     import flashinfer
 
     with contextlib.ExitStack() as stack:
-        near_ties = {"tie_tolerance": TIE_TOLERANCE} if _settles_near_ties(flashinfer.autotune) else {}
+        near_ties: dict[str, Any] = (
+            {"tie_tolerance": TIE_TOLERANCE} if _settles_near_ties(flashinfer.autotune) else {}
+        )
         stack.enter_context(
             flashinfer.autotune(
                 True, tuning_buckets=(bucket,), round_up=True, skip_ops=set(skip_ops), **near_ties
