@@ -373,3 +373,17 @@ def test_ranks_agree_on_dummy_weights_that_they_hold_in_full(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     ranks = [state(load(tmp_path, rank_of(tp=2, tp_rank=r, ep=2), load_format="dummy")) for r in range(2)]
     assert torch.equal(ranks[0]["layers.0.mlp.gate.weight"], ranks[1]["layers.0.mlp.gate.weight"])
+
+
+def test_a_long_load_says_how_far_it_is_on_the_first_rank_only(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    write(tmp_path, checkpoint_tensors(), files=3)
+    load(tmp_path)
+    assert "Loading weights" not in caplog.text
+    monkeypatch.setattr("sglang.srt.model_loader.loader.LINE_INTERVAL_S", 0.0)
+    load(tmp_path)
+    assert "Loading weights: 2 of 3 files" in caplog.text
+    caplog.clear()
+    second = Group("world", rank=1, ranks=(0, 1))
+    load(tmp_path, replace(ParallelState.single(), world=second))
+    assert "Loading weights" not in caplog.text

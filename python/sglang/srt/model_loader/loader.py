@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
 """Spread of dummy weights: that of a fresh Qwen3, so that routing and activations look alike."""
+LINE_INTERVAL_S = 10.0
+"""Between two lines that say how far loading is."""
 _NAMES_SHOWN = 8
 
 
@@ -48,7 +50,7 @@ def load_model(
     if load_format == "dummy":
         fill_with_dummy_weights(model, seed)
     else:
-        load_safetensors(model, config.model_path)
+        load_safetensors(model, config.model_path, tells=parallel.world.rank == 0)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     logger.info("Weights ready: %.2f GiB in %.1f s", num_bytes / 2**30, time.perf_counter() - start)
     return model.eval()
@@ -71,8 +73,10 @@ def fill_with_dummy_weights(model: CausalLM, seed: int) -> None:
         param.data.uniform_(-bound, bound, generator=generator)
 
 
-def load_safetensors(model: CausalLM, path: str) -> None:
+def load_safetensors(model: CausalLM, path: str, *, tells: bool = False) -> None:
     """Fill `model` from the safetensors files in directory `path`, reading only what this rank holds.
+
+    `tells` logs how far it is, every `LINE_INTERVAL_S` seconds at most.
 
     Raises `ValueError` when files or tensors are missing, unexpected, or of another shape than config.json
     says.
@@ -82,7 +86,11 @@ def load_safetensors(model: CausalLM, path: str) -> None:
         slots[name].append(slot)
     found: set[str] = set()
     unexpected: list[str] = []
-    for file, names in _checkpoint_files(path):
+    files, told_at = list(_checkpoint_files(path)), time.monotonic()
+    for number, (file, names) in enumerate(files):
+        if tells and time.monotonic() - told_at >= LINE_INTERVAL_S:
+            logger.info("Loading weights: %d of %d files", number, len(files))
+            told_at = time.monotonic()
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys() if names is None else names:  # noqa: SIM118 (not a dict)
