@@ -241,7 +241,8 @@ class CachePhase:
             problems = [*problems[:_MAX_PROBLEMS], {**problems[-1], "reason": rest}]
         for problem in problems:
             self._report.records.rejected.append(problem)
-            logger.warning("FlashInfer autotune does not use a record: %s", problem["reason"])
+            what = "a record" if problem["kind"] == "entry" else "a record file"
+            logger.warning("FlashInfer autotune does not use %s: %s", what, problem["reason"])
 
     def _keys_at(self, bucket: int) -> set[str]:
         return {key for key in flashinfer_api.stored_entries() if _bucket(key) == bucket}

@@ -112,8 +112,9 @@ class _Staging:
             known = self._known_winners(capacities)
             missing = [capacity for capacity in capacities if capacity not in known]
             if self.agreement.rank == self.agreement.ranks[0] and missing:
+                sizes = " ".join(map(str, missing))
                 logger.info(
-                    "Tuning MegaMoE (%s, %s) at capacities %s", kernel.name, self.report.policy, missing
+                    "Tuning MegaMoE (%s, %s) at capacities %s", kernel.name, self.report.policy, sizes
                 )
             for winner in known.values():
                 if winner.entry is not None:
