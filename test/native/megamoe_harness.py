@@ -40,7 +40,7 @@ from sglang.srt.autotune.megamoe.kernels.base import (
     MegaMoEKernel,
 )
 from sglang.srt.autotune.megamoe.kernels.flashinfer import HopperFp8MegaMoE
-from sglang.srt.autotune.megamoe.kernels.fp8_reference import random_weights
+from sglang.srt.autotune.megamoe.kernels.fp8_bench import random_weights
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.kernels.reference_layer import pooled_workspace_refcount

@@ -18,7 +18,7 @@ from sglang.srt.autotune.megamoe.kernels.flashinfer import (
     Nvfp4MegaMoE,
     kernel_class_for,
 )
-from sglang.srt.autotune.megamoe.kernels.fp8_reference import random_weights
+from sglang.srt.autotune.megamoe.kernels.fp8_bench import random_weights
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 

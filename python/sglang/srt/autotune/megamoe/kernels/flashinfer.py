@@ -28,6 +28,7 @@ from sglang.srt.autotune.megamoe.kernels.base import (
     Owner,
     Workspace,
 )
+from sglang.srt.autotune.megamoe.kernels.fp8_reference import blockwise_fp8_moe
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 
 #: A worker beside its weights: CUDA context, compiled kernels, timing buffers (measured: about 0.6 GiB).
@@ -281,14 +282,12 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
         return flashinfer_api.hopper_megamoe_lookup(**self.entry_fields(), max_tokens=capacity)
 
     def float_reference(self, weights: Any, inputs: MegaInputs, first_expert: int = 0) -> torch.Tensor:
-        from sglang.srt.autotune.megamoe.kernels.fp8_reference import blockwise_fp8_moe
-
         return blockwise_fp8_moe(weights, inputs, first_expert)
 
     def bench(self) -> BenchSpec | None:
         geometry = self.geometry
         return BenchSpec(
-            "sglang.srt.autotune.megamoe.kernels.fp8_reference:create_bench",
+            "sglang.srt.autotune.megamoe.kernels.fp8_bench:create_bench",
             {
                 "hidden_size": geometry.hidden_size,
                 "intermediate_size": geometry.intermediate_size,

@@ -1,4 +1,4 @@
-"""What the Hopper FP8 kernel computes, in float32 from the same quantised weights; and the bench of its sweep.
+"""What the Hopper FP8 kernel computes, in float32 from the same quantised weights.
 
 A candidate must be compared with this and not with the BF16 model: quantisation alone moves the result by 6-7%,
 while two right candidates differ by 0.3-0.7%.
@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.autotune.megamoe.kernels.base import Geometry, MegaInputs
-from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
+from sglang.srt.autotune.megamoe.kernels.base import MegaInputs
 
 WEIGHT_BLOCK, INPUT_BLOCK, MIDDLE_BLOCK = 128, 128, 64
 #: Rows of gate and up projections alternate in runs of this length in the prepared weights.
 INTERLEAVE = 8
-_FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
 
 
 def blockwise_fp8_moe(weights: Any, inputs: MegaInputs, first_expert: int = 0) -> torch.Tensor:
@@ -44,41 +43,11 @@ def blockwise_fp8_moe(weights: Any, inputs: MegaInputs, first_expert: int = 0) -
 def quantised(x: torch.Tensor, block: int) -> torch.Tensor:
     """`x` after a trip through FP8 with one scale for each `block` columns of a row."""
     blocks = x.reshape(x.shape[0], -1, block)
-    scale = (blocks.abs().amax(dim=-1, keepdim=True) / torch.finfo(_FP8).max).clamp_min(1e-12)
-    return ((blocks / scale).to(_FP8).float() * scale).view_as(x)
+    scale = (blocks.abs().amax(dim=-1, keepdim=True) / torch.finfo(FP8).max).clamp_min(1e-12)
+    return ((blocks / scale).to(FP8).float() * scale).view_as(x)
 
 
 def dequantised(payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """`payload` `[N, K]` FP8 times one scale for each 128x128 block."""
     full = scales.repeat_interleave(WEIGHT_BLOCK, 0).repeat_interleave(WEIGHT_BLOCK, 1)
     return payload.float() * full
-
-
-def random_weights(geometry: Geometry, device: torch.device, seed: int = 0) -> Any:
-    """Prepared weights of the right shapes and layout without preparing any: timing does not depend on values."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    experts, hidden, inner = geometry.num_local_experts, geometry.hidden_size, geometry.intermediate_size
-
-    def leg(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        payload = torch.empty((experts, rows, columns), dtype=_FP8, device=device)
-        for (
-            expert
-        ) in payload:  # one at a time: a float copy of all of them would not fit beside other workers
-            expert.copy_(torch.randn((rows, columns), generator=generator, device=device) * 64)
-        blocks = (experts, rows // WEIGHT_BLOCK, columns // WEIGHT_BLOCK)
-        scales = torch.rand(blocks, generator=generator, device=device) + 0.5
-        return payload.transpose(1, 2), scales * (columns**-0.5 / 64), None, None
-
-    return leg(2 * inner, hidden), leg(hidden, inner)
-
-
-def create_bench(*, in_kernel_fc2_reduce: bool, **sizes: int) -> Any:
-    """The bench of a worker process: one rank with all its experts on the current GPU."""
-    from sglang.srt.autotune.megamoe.bench import KernelBench
-    from sglang.srt.autotune.megamoe.kernels.flashinfer import HopperFp8MegaMoE
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    geometry = Geometry(**sizes)
-    kernel = HopperFp8MegaMoE(geometry, device, MegaMoEOptions(in_kernel_fc2_reduce=in_kernel_fc2_reduce))
-    with torch.inference_mode():
-        return KernelBench(kernel, random_weights(geometry, device), torch.bfloat16)
