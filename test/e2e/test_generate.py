@@ -107,7 +107,7 @@ def test_stops_end_the_text_and_are_named(builtin_server):
         ({"input_ids": [1, [2]]}, "input_ids"),
         ({"input_ids": [99999]}, "input_ids"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+        ({"text": "a", "sampling_params": {"warmth": 1}}, "warmth"),
         ({"text": "a", "sampling_params": {"regex": "a+"}}, "regex"),
         ({"text": "a", "sampling_params": {"n": 0}}, "n"),
         ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),

@@ -122,7 +122,8 @@ def test_decode_eager_and_replayed_from_a_graph(attention: Attention) -> None:
     graphs = attention.ours.for_graphs([size])
     capture = CudaGraphCapture(device)
     for layer in attention.layers:
-        inputs = StaticDecodeBatch(size, device)  # a used one holds the lengths of its last batch, not the padding's
+        # A new one for each layer: a used one holds the lengths of its last batch, not the padding's.
+        inputs = StaticDecodeBatch(size, device)
         static, out = attention.qkv(size), torch.zeros(size, NUM_HEADS * HEAD_DIM, dtype=BF16, device=device)
         padding = inputs.view(size, [1] * size)
         graphs.init_forward_metadata(padding)

@@ -108,7 +108,9 @@ def test_a_smaller_circle_votes_apart_from_the_whole():
 
 def test_a_second_circle_of_the_same_name_does_not_see_the_votes_of_the_first():
     def body(agreement):
-        return [agreement.within((0, 1), "times").gather("t", [attempt, agreement.rank]) for attempt in range(2)]
+        return [
+            agreement.within((0, 1), "times").gather("t", [attempt, agreement.rank]) for attempt in range(2)
+        ]
 
     for attempts in on_ranks(2, body):
         assert attempts == [{0: [0, 0], 1: [0, 1]}, {0: [1, 0], 1: [1, 1]}]
