@@ -1,4 +1,4 @@
-"""Every flag of the server, with its group, help and rules.
+"""Every flag of the server, with its group, help and range, and what follows from them.
 
 Names, aliases and meanings are SGLang's. This module imports neither torch nor FlashInfer, so that printing a plan
 or a help text stays quick. Values are what the user asked for; what depends on the device is worked out by the
@@ -16,8 +16,8 @@ from typing import Any
 from sglang.srt.configs.model_config import BUILTIN_MODEL_NAME, BUILTIN_MODEL_PATH, KNOWN_QUANTIZATIONS
 from sglang.srt.environ import envs
 from sglang.srt.flags import FlagParser, add_flags, check_flag_values, flag, integer, number
+from sglang.srt.server_args_rules import MEGAMOE_BACKENDS, check_rules, num_attention_replicas
 from sglang.srt.unbuilt_flags import drop_unbuilt_flags
-from sglang.srt.utils.network import split_host_port
 
 MODEL = "Model"
 HTTP = "HTTP server"
@@ -27,9 +27,6 @@ GRAPHS = "Decode graphs"
 PARALLEL = "Parallelism"
 AUTOTUNE = "FlashInfer autotune"
 RUNTIME = "Runtime"
-
-# Experts and exchange in one kernel: FlashInfer's on a GPU, a plain one on the CPU.
-MEGAMOE_BACKENDS = ("flashinfer_megamoe", "reference_megamoe")
 
 # Shorter spellings that SGLang's --dtype and --kv-cache-dtype accept too.
 _DTYPE_SPELLINGS = {"half": "float16", "float": "float32", "bf16": "bfloat16"}
@@ -351,123 +348,8 @@ class ServerArgs:
         if self.model_path == BUILTIN_MODEL_NAME and not os.path.exists(self.model_path):
             self.model_path = BUILTIN_MODEL_PATH
         check_flag_values(self)
-        self._take_older_dp_spelling()
-        self._check_numbers()
-        self._check_parallel_sizes()
-        self._check_nodes()
-        self._check_backends()
-        self._check_megamoe()
-        self._check_files()
-
-    def _take_older_dp_spelling(self) -> None:
-        if not self.enable_dp_attention:
-            if self.dp_size > 1:
-                raise ValueError(
-                    f"--dp-size {self.dp_size} asks for separate replicas, which are not built here: add "
-                    f"--enable-dp-attention, or use --attn-dp-size {self.dp_size}"
-                )
-            return
-        if self.dp_size > 1 and self.attn_dp_size not in (1, self.dp_size):
-            raise ValueError(
-                f"--dp-size {self.dp_size} and --attn-dp-size {self.attn_dp_size} disagree: give one of them"
-            )
-        self.attn_dp_size = max(self.attn_dp_size, self.dp_size)
-
-    def _check_numbers(self) -> None:
-        if not 0 < self.mem_fraction_static < 1:
-            raise ValueError(
-                f"--mem-fraction-static must lie between 0 and 1 (got {self.mem_fraction_static:g})"
-            )
-        if self.chunked_prefill_size == 0:
-            raise ValueError("--chunked-prefill-size must be at least 1, or -1 to turn chunking off (got 0)")
-        sizes = self.cuda_graph_bs_decode
-        if sizes is not None:
-            if not sizes:
-                raise ValueError(
-                    "--cuda-graph-bs-decode needs at least one size; --disable-cuda-graph captures none"
-                )
-            if len(set(sizes)) != len(sizes):
-                raise ValueError(
-                    f"--cuda-graph-bs-decode names a size twice (got {' '.join(map(str, sizes))})"
-                )
-        _ = self.model_overrides
-
-    def _check_parallel_sizes(self) -> None:
-        for name, size in (("--attn-dp-size", self.attn_dp_size), ("--ep-size", self.ep_size)):
-            if self.tp_size % size:
-                raise ValueError(f"{name} must divide --tp-size (got {size} and {self.tp_size})")
-        for name, limit in (
-            ("--max-running-requests", self.max_running_requests),
-            ("--chunked-prefill-size", self.chunked_prefill_size),
-        ):
-            if limit is not None and 0 < limit < self.attn_dp_size:
-                raise ValueError(
-                    f"{name} must be at least --attn-dp-size (got {limit} and {self.attn_dp_size})"
-                )
-
-    def _check_nodes(self) -> None:
-        if self.node_rank >= self.nnodes:
-            raise ValueError(
-                f"--node-rank must be less than --nnodes (got {self.node_rank} and {self.nnodes})"
-            )
-        if self.world_size % self.nnodes:
-            raise ValueError(
-                f"--nnodes must divide the number of ranks, --tp-size x --pp-size (got {self.nnodes} and "
-                f"{self.world_size})"
-            )
-        if self.dist_init_addr is not None:
-            split_host_port(self.dist_init_addr, flag="--dist-init-addr")
-        elif self.nnodes > 1:
-            raise ValueError("--nnodes above 1 needs --dist-init-addr HOST:PORT, an address of node 0")
-
-    def _check_backends(self) -> None:
-        if self.device != "cpu":
-            return
-        for name, value in (
-            ("--attention-backend", self.attention_backend),
-            ("--moe-runner-backend", self.moe_runner_backend),
-        ):
-            if value in ("flashinfer", "flashinfer_cutlass", "flashinfer_megamoe"):
-                remedy = "use reference_megamoe" if value == "flashinfer_megamoe" else "leave it out"
-                raise ValueError(f"{name} {value} needs a GPU: {remedy} with --device cpu")
-
-    def _check_megamoe(self) -> None:
-        """One kernel does both jobs, over all ranks, on each rank's own tokens."""
-        runner, a2a = self.moe_runner_backend, self.moe_a2a_backend
-        if runner in MEGAMOE_BACKENDS and a2a not in (None, runner):
-            raise ValueError(
-                f"--moe-runner-backend {runner} exchanges tokens itself: leave --moe-a2a-backend {a2a} out, or name "
-                f"{runner} there too"
-            )
-        if a2a in MEGAMOE_BACKENDS and runner not in ("auto", a2a):
-            raise ValueError(
-                f"--moe-a2a-backend {a2a} is one kernel with the experts: leave --moe-runner-backend {runner} out, or "
-                f"name {a2a} there too"
-            )
-        name = self.megamoe_backend
-        if name is None:
-            return
-        if name == "flashinfer_megamoe" and self.device == "cpu":
-            raise ValueError(f"--moe-a2a-backend {name} needs a GPU: use reference_megamoe with --device cpu")
-        if name == "reference_megamoe" and self.device == "cuda":
-            raise ValueError(
-                f"--moe-runner-backend {name} runs on the CPU: use flashinfer_megamoe with --device cuda"
-            )
-        if self.attn_dp_size != self.tp_size:
-            raise ValueError(
-                f"--moe-runner-backend {name} works on each rank's own tokens: --attn-dp-size must equal --tp-size "
-                f"(got {self.attn_dp_size} and {self.tp_size})"
-            )
-        if self.ep_size != self.world_size:
-            raise ValueError(
-                f"--moe-runner-backend {name} spreads the experts over all ranks: --ep-size must equal --tp-size x "
-                f"--pp-size (got {self.ep_size} and {self.world_size})"
-            )
-
-    def _check_files(self) -> None:
-        for path in self.flashinfer_autotune_records:
-            if not os.path.isfile(path):
-                raise ValueError(f"--flashinfer-autotune-records: there is no file {path}")
+        self.attn_dp_size = num_attention_replicas(self)
+        check_rules(self)
 
     @property
     def world_size(self) -> int:
