@@ -30,6 +30,7 @@ import torch.distributed as dist
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.megamoe.bench import ReplayTimer
+from sglang.srt.autotune.megamoe.context import TuningContext, collective_reference
 from sglang.srt.autotune.megamoe.env_guard import environment, scratch_knob_cache
 from sglang.srt.autotune.megamoe.inputs import routed_inputs
 from sglang.srt.autotune.megamoe.kernels.base import (
@@ -46,7 +47,7 @@ from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.kernels.reference_layer import pooled_workspace_refcount
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.staging import MegaMoEReport, stage_profiles
-from sglang.srt.autotune.megamoe.tuning import TuningContext, collective_reference, tune
+from sglang.srt.autotune.megamoe.tuning import tune
 from sglang.srt.autotune.records.store import RecordStore
 
 GEOMETRIES = {"small": (1024, 512, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8), "builtin": (128, 128, 8, 2)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.megamoe.context import TuningContext
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
 from sglang.srt.autotune.megamoe.inputs import synthetic_inputs
 from sglang.srt.autotune.megamoe.kernels.base import BenchSpec, Geometry, Knobs
@@ -14,7 +15,7 @@ from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.staging import stage_profiles
 from sglang.srt.autotune.megamoe.sweep import WorkerSweep
-from sglang.srt.autotune.megamoe.tuning import TuningContext, tune
+from sglang.srt.autotune.megamoe.tuning import tune
 from support.megamoe import MemoryRecords, random_experts, small_geometry
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from sglang.srt.autotune.megamoe.bench import ReplayTimer, typical_us
+from sglang.srt.autotune.megamoe.context import TuningContext, collective_reference
 from sglang.srt.autotune.megamoe.kernels.base import Knobs, MegaInputs, Owner
 from sglang.srt.autotune.megamoe.sweep_search import Choice, knobs_key
-from sglang.srt.autotune.megamoe.tuning import TuningContext, collective_reference
 
 FIRST_REPEATS, MORE_REPEATS = 3, 12
 #: A candidate this much slower than the best so far is not timed any longer.

@@ -16,12 +16,13 @@ import torch
 
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.megamoe import knob_file
+from sglang.srt.autotune.megamoe.context import TuningContext
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
 from sglang.srt.autotune.megamoe.inputs import representative_inputs
 from sglang.srt.autotune.megamoe.kernels.base import MegaInputs, MegaMoEError
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles, knobs_in_use
 from sglang.srt.autotune.megamoe.records import NAMESPACE, Winner, key_of, read_winners, to_payload
-from sglang.srt.autotune.megamoe.tuning import POLICIES, TuningContext, tune
+from sglang.srt.autotune.megamoe.tuning import POLICIES, tune
 
 logger = logging.getLogger(__name__)
 

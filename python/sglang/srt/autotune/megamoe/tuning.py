@@ -7,43 +7,19 @@ gone before a public workspace of the same capacity is opened.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.megamoe import knob_file
-from sglang.srt.autotune.megamoe.kernels.base import MegaInputs, MegaMoEError
-from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
+from sglang.srt.autotune.megamoe.context import TuningContext
+from sglang.srt.autotune.megamoe.kernels.base import MegaMoEError
+from sglang.srt.autotune.megamoe.lockstep import LockstepSweep
 from sglang.srt.autotune.megamoe.records import Winner
+from sglang.srt.autotune.megamoe.sweep import WorkerSweep, num_workers
 from sglang.srt.autotune.megamoe.sweep_search import Choice
 
-logger = logging.getLogger(__name__)
-
 POLICIES = ("native", "sweep")
-
-
-@dataclass
-class TuningContext:
-    """What a policy works with.
-
-    `inputs(capacity)` gives representative inputs; `knob_cache` is the scratch file that the kernel reads;
-    `free_bytes` what workers may take of the device (None: no limit).
-    """
-
-    profiles: MegaMoEProfiles
-    agreement: Agreement
-    inputs: Callable[[int], MegaInputs]
-    knob_cache: Path
-    free_bytes: Callable[[], int | None] = lambda: None
-    problems: list[str] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
 
 
 def tune(policy: str, context: TuningContext, capacities: Sequence[int]) -> Iterator[Winner]:
@@ -70,9 +46,6 @@ def tune(policy: str, context: TuningContext, capacities: Sequence[int]) -> Iter
 
 
 def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice]:
-    from sglang.srt.autotune.megamoe.lockstep import LockstepSweep
-    from sglang.srt.autotune.megamoe.sweep import WorkerSweep, num_workers
-
     kernel = context.profiles.kernel
     alone = kernel.geometry.world_size == 1
     workers = 0
@@ -97,8 +70,6 @@ def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice
 
 def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], workers: int) -> Any:
     """Rank 0 sweeps with its own experts alone; its order of candidates is taken by all."""
-    from sglang.srt.autotune.megamoe.sweep import WorkerSweep
-
     order: list[list[Any]] | None = None
     kernel = context.profiles.kernel
     if context.agreement.rank == context.agreement.ranks[0] and workers:
@@ -135,27 +106,3 @@ def _tune_natively(context: TuningContext, capacities: Sequence[int]) -> Iterato
             knob_file.restore(context.knob_cache, [theirs], version)
         knobs = kernel.check_knobs(theirs["knobs"])
         yield Winner(capacity, knobs, "tuned", theirs, version, theirs.get("p50_us"))
-
-
-def collective_reference(context: TuningContext, inputs: MegaInputs) -> torch.Tensor:
-    """This rank's `[T, H]` float32 reference; over several ranks each computes its experts for all tokens."""
-    profiles = context.profiles
-    kernel, geometry, weights = profiles.kernel, profiles.kernel.geometry, profiles.weights[0]
-    if geometry.world_size == 1:
-        return kernel.float_reference(weights, inputs)
-    group = getattr(kernel, "group", None)
-    everyone = [_gathered(part, geometry.world_size, group) for part in _parts(inputs)]
-    first = geometry.rank * geometry.num_local_experts
-    partial = kernel.float_reference(weights, MegaInputs(*everyone), first).contiguous()
-    dist.all_reduce(partial, group=group)
-    return partial[geometry.rank * inputs.num_tokens :][: inputs.num_tokens]
-
-
-def _parts(inputs: MegaInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return inputs.hidden_states, inputs.topk_ids, inputs.topk_weights
-
-
-def _gathered(tensor: torch.Tensor, world_size: int, group: Any) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(world_size)]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts)
