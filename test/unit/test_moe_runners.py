@@ -154,7 +154,7 @@ def test_every_reference_implementation_computes_the_experts_of_gpt_oss(shape, n
     runner, (hidden, ids, scales) = ReferenceMoERunner(shape), moe_inputs(shape, num_tokens, CPU)
     weights = moe_weights(shape, CPU)
     expected = float32_moe(shape, hidden, ids, scales, *weights)
-    inputs = [hidden, runner._local(ids), scales, *weights]
+    inputs = [hidden, runner.shape.local_expert_ids(ids), scales, *weights]
     for tactic in range(len(IMPLEMENTATIONS)):
         torch.testing.assert_close(runner.op.runners[0].forward(inputs, tactic), expected)
 

@@ -47,6 +47,14 @@ class MoEShape:
     def first_local_expert(self) -> int:
         return self.ep_rank * self.num_local_experts
 
+    def local_expert_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """`topk_ids` counted within this rank's experts; those of other ranks become `num_local_experts`, past them."""
+        if self.ep_size == 1:
+            return topk_ids
+        local = topk_ids - self.first_local_expert
+        elsewhere = (local < 0) | (local >= self.num_local_experts)
+        return local.masked_fill(elsewhere, self.num_local_experts)
+
 
 class ExpertWeights(NamedTuple):
     """What a runner takes of one layer after the routed tokens; the order is that of `MoERunner.run`."""

@@ -204,15 +204,7 @@ class ReferenceMoERunner(MoERunner):
         b13: torch.Tensor | None = None,
         b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        inputs = [hidden_states, self._local(topk_ids), topk_weights, w13, w2]
+        inputs = [hidden_states, self.shape.local_expert_ids(topk_ids), topk_weights, w13, w2]
         if b13 is not None and b2 is not None:
             inputs += [b13, b2]
         return self.op(inputs)
-
-    def _local(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Ids within this rank's experts; those of other ranks become ``num_local_experts`` (no expert)."""
-        if self.shape.ep_size == 1:
-            return topk_ids
-        local = topk_ids - self.shape.first_local_expert
-        elsewhere = (local < 0) | (local >= self.shape.num_local_experts)
-        return local.masked_fill(elsewhere, self.shape.num_local_experts)

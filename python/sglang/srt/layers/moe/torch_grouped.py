@@ -86,7 +86,7 @@ class TorchGroupedMoERunner(MoERunner):
         b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, top_k = topk_ids.shape
-        experts = self._local(topk_ids.reshape(-1))
+        experts = self.shape.local_expert_ids(topk_ids.reshape(-1))
         experts, order = torch.sort(experts, stable=True)
         ends = torch.searchsorted(experts, self._next_expert, out_int32=True)
         # Rows of other ranks' experts borrow some expert's bias; they are cleared at the end.
@@ -106,11 +106,3 @@ class TorchGroupedMoERunner(MoERunner):
         place = torch.empty_like(order)
         place[order] = torch.arange(order.shape[0], device=order.device)
         return rows[place].view(num_tokens, top_k, -1).sum(dim=1)
-
-    def _local(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Ids within this rank's experts; those of other ranks become `num_local_experts`, after all others."""
-        if self.shape.ep_size == 1:
-            return topk_ids
-        local = topk_ids - self.shape.first_local_expert
-        elsewhere = (local < 0) | (local >= self.shape.num_local_experts)
-        return local.masked_fill(elsewhere, self.shape.num_local_experts)
