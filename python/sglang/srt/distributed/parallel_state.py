@@ -22,9 +22,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renames the single-tensor collectives and warns about the old names.
+# torch 2.13 renames the collective and warns about its old name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,17 +70,6 @@ class Group:
         _all_gather_single(gathered, moved, group=self._group_for(tensor))
         return gathered.movedim(0, dim)
 
-    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` `[size * n, ...]` over the ranks and return this rank's rows `[n, ...]`."""
-        if self.size == 1:
-            return tensor
-        assert tensor.shape[0] % self.size == 0, (
-            f"{tensor.shape[0]} rows do not divide over {self.size} ranks"
-        )
-        scattered = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
-        _reduce_scatter_single(scattered, tensor.contiguous(), group=self._group_for(tensor))
-        return scattered
-
     def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         """Overwrite `tensor` (contiguous) with that of the rank with index `src`; returns it."""
         if self.size > 1 and tensor.numel():
@@ -99,14 +87,6 @@ class Group:
         work = dist.irecv(tensor, self.ranks[src], group=self._group_for(tensor))
         assert work is not None, "this rank is in the group"
         return work
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """The picklable `obj` of the rank with index `src`, on every rank."""
-        if self.size == 1:
-            return obj
-        box = [obj if self.rank == src else None]
-        dist.broadcast_object_list(box, src=self.ranks[src], group=self.cpu_group)
-        return box[0]
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The picklable objects of all ranks, in rank order."""

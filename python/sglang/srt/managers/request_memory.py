@@ -41,10 +41,6 @@ class RequestMemory:
     def num_used(self) -> int:
         return self.num_tokens - self.num_available
 
-    @property
-    def num_free_rows(self) -> int:
-        return self._rows.available()
-
     def claim(self, req: Req) -> int:
         """Give a request that waits the prefix of it that the cache has; what is left to compute shrinks accordingly.
 

@@ -215,9 +215,6 @@ class ReferenceMegaLayer(Owner):
             return inputs.output
         return result
 
-    def buffers_of(self, workspace: ReferenceWorkspace) -> Buffers:
-        return workspace.buffers
-
     def _refuse_in_capture(self, what: str) -> None:
         if is_capturing():
             raise MoEEpConfigError(f"MegaMoE {what} cannot run during CUDA graph capture")
