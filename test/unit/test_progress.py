@@ -97,6 +97,13 @@ def test_on_a_terminal_a_bar_shows_the_step_and_leaves_nothing_behind(heard):
     assert heard.lines == []
 
 
+def test_a_process_that_is_killed_leaves_the_terminal_its_cursor():
+    console = terminal()
+    with StageProgress(1, visible=True, console=console):
+        shown = console.file.getvalue()
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") >= 0
+
+
 def test_log_lines_do_not_tear_the_bar(monkeypatch):
     terminal_file = io.StringIO()
     monkeypatch.setattr(sys, "__stderr__", terminal_file)

@@ -80,6 +80,7 @@ class StageProgress:
             )
             self._task = self._bar.add_task(self._noun, total=self.total, current="")
             self._stack.enter_context(self._bar)
+            self._console.show_cursor()  # rich hides it, and a process that is killed cannot give it back
             self._stack.enter_context(_logs_above_the_bar())
         elif self._visible:
             self._stack.enter_context(_repeated(self._log_line, self._line_interval_s))
