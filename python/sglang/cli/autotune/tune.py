@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import signal
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -55,6 +56,7 @@ def main(argv: Sequence[str]) -> int:
         # Graphs do not change what is tuned, and nobody will replay them.
         reports = run_ranks(dataclasses.replace(args, disable_cuda_graph=True))
     except KeyboardInterrupt:
+        print("\nsglang autotune tune: interrupted; what was tuned is kept", file=sys.stderr, flush=True)
         return INTERRUPTED
     code, words = outcome(reports)
     print(f"sglang autotune tune: {words}", file=sys.stderr if code else sys.stdout, flush=True)
@@ -84,6 +86,11 @@ def run_ranks(args: ServerArgs) -> dict[int, dict[str, Any]]:
                 break
         for rank in waiting.values():
             reports[rank] = {"error": "stopped, since another rank had failed"}
+    except KeyboardInterrupt:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the rest takes a moment; a second one has nothing to add
+        raise
     finally:
         workers.stop(FAILURE_GRACE_S)
     return reports

@@ -32,9 +32,11 @@ def run_rank(
     try:
         answer = _tune(server_args, rank, gpu_id, init_method)
     except Exception as error:
+        words = str(error)  # of a mistake of the user, which says what to do
         if not isinstance(error, ValueError):
             logger.error("rank %d failed:\n%s", rank, traceback.format_exc())
-        answer = {"error": f"{type(error).__name__}: {error}"}
+            words = f"{type(error).__name__}: {error}"
+        answer = {"error": words}
     results[rank].send(answer)
     results[rank].close()
     sys.stderr.flush()
