@@ -19,7 +19,7 @@ help:
 	@echo 'make test-faults        the longer tests that kill, hang and break things'
 	@echo 'make lint               formatter, linter, types and spelling'
 	@echo 'make format             let the formatter and the linter repair what they can'
-	@echo 'make docs               write docs/cli.md from the flags'
+	@echo 'make docs               write docs/cli.md and docs/compatibility.md from the code'
 	@echo 'make clean              remove .venv and what tools left behind'
 
 serve: $(VENV)/.installed

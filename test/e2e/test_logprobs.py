@@ -142,3 +142,35 @@ def test_a_batch_may_want_log_probabilities_of_some_prompts_only(builtin_server)
     outputs = generate(builtin_server, text=[PROMPT, PROMPT], return_logprob=[True, False])
     assert ["output_token_logprobs" in output["meta_info"] for output in outputs] == [True, False]
     assert outputs[0]["text"] == outputs[1]["text"]
+
+
+def test_an_evaluation_harness_finds_the_likeliest_answer(builtin_server):
+    """lm_eval's `local-completions` sends prompts and answers together as token ids, a batch at a time.
+
+    It sums the log-probabilities of the answer's tokens, without that of the one token which it has to ask for.
+    """
+    questions = {"1+2=3\n37+58=": ("95", "94", "85"), "1+2=3\n20+22=": ("32", "42", "44")}
+    pairs = [(context, answer) for context, answers in questions.items() for answer in answers]
+    body = {
+        "model": "builtin",
+        "prompt": [[ord(char) for char in context + answer] for context, answer in pairs],
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    choices = builtin_server.post("/v1/completions", json=body).json()["choices"]
+    scores, is_greedy = {}, {}
+    for choice in choices:
+        context, answer = pairs[choice["index"]]
+        values = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        top = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        assert len(values) == len(answer)
+        scores[context, answer] = sum(values)
+        is_greedy[context, answer] = all(
+            value == max(rivals.values()) for value, rivals in zip(values, top, strict=True)
+        )
+    for context, right in zip(questions, ("95", "42"), strict=True):
+        assert max(questions[context], key=lambda answer: scores[context, answer]) == right
+        assert [answer for answer in questions[context] if is_greedy[context, answer]] == [right]

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the parsers and variables themselves: `python -m sglang.cli.docs [PATH]`."""
+"""Writes docs/cli.md and docs/compatibility.md from the code itself: `python -m sglang.cli.docs [DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sglang import bench_serving
-from sglang.cli import autotune
+from sglang.cli import autotune, compatibility
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import server_args_parser
 from sglang.srt.unbuilt_flags import REFUSED, WARNED
 
-DEFAULT_PATH = Path(__file__).resolve().parents[3] / "docs" / "cli.md"
+DIRECTORY = Path(__file__).resolve().parents[3] / "docs"
 
 _INTRODUCTION = """\
 # Command line
@@ -114,10 +114,16 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def pages() -> dict[str, str]:
+    """The written pages by file name."""
+    return {"cli.md": render(), "compatibility.md": compatibility.render()}
+
+
 def main(argv: list[str]) -> int:
-    path = Path(argv[0]) if argv else DEFAULT_PATH
-    path.write_text(render(), encoding="utf-8")
-    print(f"wrote {path}")
+    directory = Path(argv[0]) if argv else DIRECTORY
+    for name, text in pages().items():
+        (directory / name).write_text(text, encoding="utf-8")
+        print(f"wrote {directory / name}")
     return 0
 
 

@@ -40,6 +40,7 @@ def parse_fields(fields: Any, kind: type[T], unbuilt: Unbuilt) -> T:
     for name in fields.keys() & unbuilt.keys():
         if fields[name] not in unbuilt[name]:
             raise ApiError(400, f"{name} is not supported by this server", param=name)
+    fields = {name: value for name, value in fields.items() if name not in unbuilt}
     try:
         return msgspec.convert(fields, kind, str_keys=True)
     except msgspec.ValidationError as error:
