@@ -22,7 +22,7 @@ import sglang.srt.autotune
 from sglang.srt.autotune import flashinfer_api, session, stage, timer
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.blocklist import Blocklist
-from sglang.srt.autotune.cpu_tuner import CpuProfiler
+from sglang.srt.autotune.cpu_tuner import CpuProfiler, choose
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.plan import bucket_grid
 from sglang.srt.autotune.report import StageReport
@@ -37,6 +37,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give fil
 @pytest.fixture(autouse=True)
 def clean_tuner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, "")
+    AutoTuner.get()  # it reads the variable once, and raises for a file that tests below put there
     yield
     AutoTuner.get().clear_cache()
 
@@ -223,6 +224,11 @@ def test_times_that_are_none_leave_the_default_and_break_nothing(tmp_path, monke
     assert start(tmp_path).profiles_tuned == 0
 
 
+def test_what_is_no_time_wins_no_race():
+    assert choose([2.0, math.nan, -1.0, 0.0, math.inf, 1.0]) == 5
+    assert choose([math.nan, -1.0, 0.0]) == 0
+
+
 def test_a_time_that_is_none_on_one_rank_is_none_in_the_mean():
     alone = Agreement.alone()
     assert alone.mean_times("t", [1.0, -1.0, 0.0, math.nan, math.inf]) == [1.0, *[math.inf] * 4]
@@ -275,23 +281,27 @@ def test_twenty_fresh_starts_under_one_noise_choose_the_same(tmp_path, monkeypat
 # The blocklist
 
 
-def test_a_blocklist_of_any_kind_breaks_no_start(tmp_path, monkeypatch):
-    path = tmp_path / "list.json"
-    contents = [
-        b"",
-        b"[1]",
-        b'{"a":' * 50_000,
-        b'{"invalid_tactics": {"op::R": [{"a": 1}]}}',
-        b'{"invalid_tactics": 3}',
-    ]
-    for content in contents:
-        path.write_bytes(content)
-        assert not Blocklist(path).is_usable()
-    path.unlink()
+def fifo(path: Path) -> None:
     os.mkfifo(path)
-    assert not Blocklist(path).is_usable()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"[1]"),
+        lambda path: path.write_bytes(b'{"a":' * 50_000),
+        lambda path: path.write_bytes(b'{"invalid_tactics": {"op::R": [{"a": 1}]}}'),
+        lambda path: path.write_bytes(b'{"invalid_tactics": 3}'),
+        fifo,
+    ],
+)
+def test_a_blocklist_that_would_break_flashinfers_tuner_is_not_handed_to_it(tmp_path, monkeypatch, make):
+    path = tmp_path / "list.json"
+    make(path)
     monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, str(path))
     assert start(tmp_path / "root").status == "completed"
+    assert flashinfer_api.blocklist_in_force() is None
 
 
 def test_a_blocklist_that_the_user_named_stands(tmp_path, monkeypatch):
