@@ -20,7 +20,7 @@ from sglang.srt.utils.network import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_WITHIN_S = 120.0
-EXIT_WITHIN_S = 30.0
+EXIT_WITHIN_S = 60.0
 
 TINY_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -147,7 +147,7 @@ class ServerProcess:
         self.process.wait(EXIT_WITHIN_S)
 
 
-def are_gone(pids: list[int], within_s: float = 10.0) -> bool:
+def are_gone(pids: list[int], within_s: float = 30.0) -> bool:
     """Whether none of `pids` runs any more (a zombie does not run) at some moment of the next seconds."""
 
     def runs(pid: int) -> bool:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 
-def run_serve(*arguments, timeout_s=60):
+def run_serve(*arguments, timeout_s=120):
     """Run `sglang serve` to its end; gives the exit code and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "sglang.cli.main", "serve", *arguments],
@@ -34,7 +34,7 @@ def error_line(stderr):
 
 def test_before_it_is_ready_the_server_says_so(start_server, tiny_model):
     server = start_server()
-    server.wait_until("HTTP answers", lambda: server.get("/server_info").status_code == 200, 30)
+    server.wait_until("HTTP answers", lambda: server.get("/server_info").status_code == 200, 90)
     info = server.info()
     assert info["status"] == "starting" and info["stage"]
     assert info["model_path"] == str(tiny_model)
@@ -69,9 +69,9 @@ def test_a_signal_stops_the_server_cleanly_with_work_in_flight(start_server, gon
 
     client = threading.Thread(target=call)
     client.start()
-    server.wait_until("it runs", lambda: server.info()["internal_states"][0]["num_running_reqs"] > 0, 30)
+    server.wait_until("it runs", lambda: server.info()["internal_states"][0]["num_running_reqs"] > 0, 90)
     assert server.stop(number) == 0
-    client.join(30)
+    client.join(60)
     assert gone(pids)
     # It was either finished in time or told what happened; it was not cut off without a word.
     assert answers and ("[DONE]" in answers[0][-1] or "stopping" in answers[0][-1])
@@ -121,7 +121,7 @@ def test_a_worker_that_is_killed_takes_the_server_down(start_server, gone):
     server = start_server("--disable-flashinfer-autotune").wait_ready()
     pids = server.pids()
     call = Call(server)
-    server.wait_until("it runs", lambda: server.info()["internal_states"][0]["num_running_reqs"] > 0, 30)
+    server.wait_until("it runs", lambda: server.info()["internal_states"][0]["num_running_reqs"] > 0, 90)
     os.kill(server.worker_pids()[0], signal.SIGKILL)
     assert server.wait_exit() == 1
     assert gone(pids)

@@ -135,7 +135,7 @@ def start_tuned(rank: int, port: int, sizes: dict[str, int], path: str, cache: s
 def test_a_start_over_ranks_is_tuned_once(name: str, checkpoint: Path, tmp_path: Path) -> None:
     for is_warm in (False, True):
         outcomes = run_ranks(
-            2, start_tuned, free_port(), LAYOUTS[name], str(checkpoint), str(tmp_path), timeout_s=90
+            2, start_tuned, free_port(), LAYOUTS[name], str(checkpoint), str(tmp_path), timeout_s=150
         )
         for status, profiles, fallbacks in results_of(outcomes):
             assert status == "completed"

@@ -136,7 +136,7 @@ def make_requests(num_replicas: int) -> list[TokenizedRequest]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[str, list[int]]:
-    ((tokens, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1), timeout_s=60))
+    ((tokens, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1)))
     return tokens
 
 
@@ -147,7 +147,7 @@ def test_a_layout_says_what_one_rank_says(name, one_rank):
     num_ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
     num_replicas = sizes.get("attn_dp_size", 1)
     requests = make_requests(num_replicas)
-    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, overlap, timeout_s=60)
+    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, overlap)
     results = results_of(outcomes)
     tokens, states, _ = results[0]
     for rid, expected in one_rank.items():

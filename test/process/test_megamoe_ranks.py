@@ -31,7 +31,7 @@ COUNTS = ([0, 1, 1, 2], [0, 1, 2, 7], [8, 8, 8, 8], [0, 4, 9, 16])
 
 
 def on_four_ranks(target: Callable[..., Any], *args: Any) -> list[Any]:
-    return results_of(run_ranks(SIZE, target, free_port(), *args, timeout_s=60))
+    return results_of(run_ranks(SIZE, target, free_port(), *args))
 
 
 def message_of(call: Callable[[], Any]) -> str:

@@ -82,7 +82,7 @@ def _run_rank(
 
 
 def run_ranks(
-    num_ranks: int, target: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    num_ranks: int, target: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Outcome]:
     """Call ``target(rank, *args)`` in one process per rank and collect every outcome.
 

@@ -362,7 +362,7 @@ def test_records_are_shown_without_torch(path):
         [sys.executable, "-c", code, "autotune", "show", str(path), "--no-check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "python")},
     )

@@ -219,15 +219,14 @@ def test_a_child_that_outlives_a_sigterm_is_not_left_behind(tmp_path):
     """The command line as it is, with a piece that only waits: SIGTERM to the parent ends both."""
     script = tmp_path / "wait.py"
     script.write_text(
-        "import os, signal, sys, threading, time\n"
+        "import os, sys\n"
         "from sglang.srt.autotune.bench import __main__ as bench\n"
-        "child = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(60)']\n"
-        "threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()\n"
-        "bench._run_child(child, dict(os.environ))\n"
+        "code = 'import os, time; print(os.getpid(), flush=True); os.kill(os.getppid(), 15); time.sleep(60)'\n"
+        "bench._run_child([sys.executable, '-c', code], dict(os.environ))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, env=environment
     )
     assert done.returncode == 128 + 15
     with pytest.raises(ProcessLookupError):
@@ -359,7 +358,7 @@ TOKEN, USAGE = {"choices": [{"text": "t7"}]}, {"choices": [], "usage": {"complet
 
 def test_the_load_generator_times_the_first_token_and_those_after_it():
     answer, request = completed([OK_HEAD, chunk(TOKEN), chunk(TOKEN), chunk(USAGE), END])
-    assert answer["output_tokens"] == 2 and 0 < answer["ttft_ms"] < 5000 and 0 < answer["itl_ms"] < 5000
+    assert answer["output_tokens"] == 2 and 0 < answer["ttft_ms"] < 60_000 and 0 < answer["itl_ms"] < 60_000
     assert b'"max_tokens":2' in request and b'"stream":true' in request
 
 

@@ -48,7 +48,7 @@ def test_a_worker_leads_its_own_group_and_ends_when_its_parent_is_killed():
     assert pid == group
     parent.kill()
     parent.wait()
-    for _ in range(100):
+    for _ in range(600):
         if not is_running(pid):
             return
         time.sleep(0.05)
@@ -57,7 +57,7 @@ def test_a_worker_leads_its_own_group_and_ends_when_its_parent_is_killed():
 
 def test_the_watchdog_ends_a_stuck_block_with_its_stack():
     done = subprocess.run(
-        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=30, env=ENVIRONMENT
+        [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=120, env=ENVIRONMENT
     )
     assert done.returncode == 1
     assert "idle is no reason to end" in done.stdout
