@@ -123,6 +123,14 @@ def test_another_model_is_passed_over_without_a_word(model_type):
     assert K3_NAME not in [name for name, _ in selection.refused]
 
 
+def test_another_size_of_the_same_model_is_passed_over_without_a_word():
+    for path in BUILTIN_SEEDS.glob("qwen3_moe*.json"):
+        seed = read_seed(path)
+        same = {**seed.applies, "num_experts": 64}
+        assert [name for name, _ in SeedCatalogue().select(same, seed.environment).refused] == [seed.name]
+        assert SeedCatalogue().select({**same, "hidden_size": 128}, seed.environment).refused == ()
+
+
 @pytest.mark.parametrize("gpu", ["NVIDIA B30Z", "NVIDIA B300 SXM6 AC"])
 @pytest.mark.parametrize(
     "library", ["cublas_version", "cudnn_version", "cudnn_frontend_version", "cutlass_dsl_version"]

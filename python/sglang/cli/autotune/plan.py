@@ -196,12 +196,13 @@ def _seed_lines(preview: Preview) -> Iterator[str]:
         yield "  none are loaded (SGLANG_FLASHINFER_AUTOTUNE_CACHE=0)"
         return
     if not preview.seeds:
-        yield f"  none is for {preview.model['model_type']}"
+        yield f"  none is for {preview.model['model_type']} of this size"
     for seed in preview.seeds:
         verdict = {True: "applies", False: "does not apply", None: "cannot be told here"}[seed["used"]]
         buckets = " ".join(map(str, seed["buckets"]))
         yield f"  {seed['name']}: {verdict}"
-        yield f"    holds {seed['num_records']} record(s) of {', '.join(seed['ops'])} at {buckets} tokens"
+        held = f"{seed['num_records']} record{'s'[: seed['num_records'] != 1]}"
+        yield from _wrapped("    ", f"holds {held} of {', '.join(seed['ops'])} at {buckets} tokens")
         if not seed["asked_for"]:
             yield f"    {preview.device['moe_runner_backend']} asks for no op of it"
         for reason in seed["reasons"]:

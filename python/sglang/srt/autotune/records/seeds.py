@@ -37,6 +37,10 @@ SEED_SCHEMA = 1
 BUILTIN_SEEDS = Path(__file__).with_name("seeds")
 
 
+#: A seed that differs in one of these is for another model: nobody would expect it to fit.
+_MODEL_FIELDS = frozenset({"model_type", "hidden_size"})
+
+
 @dataclass(frozen=True)
 class Seed(RecordSet):
     """One seed file. ``applies`` and ``environment`` hold a plain value, ``"*"`` or a list of choices per field."""
@@ -73,13 +77,13 @@ class SeedCatalogue:
         """Pick the seeds that were measured for exactly this configuration and environment.
 
         ``applies`` describes the engine with the names that seeds use, nested objects for groups such as
-        ``geometry``; fields that a seed does not mention do not matter. A seed for the same model type that does
-        not fit is refused in words (field, saved, current); seeds for other models are passed over.
+        ``geometry``; fields that a seed does not mention do not matter. A seed for the same model that does not fit
+        is refused in words (field, saved, current); seeds for other models, or another size of it, are passed over.
         """
         chosen, refused = [], []
         for seed in self.seeds:
             reasons = _differences(seed.applies, applies)
-            if any(name == "model_type" for name, _ in reasons):
+            if any(name in _MODEL_FIELDS for name, _ in reasons):
                 continue
             words = [text for _, text in reasons]
             words += [
