@@ -41,6 +41,25 @@ class Geometry:
     def num_local_experts(self) -> int:
         return self.num_experts // self.world_size
 
+    def on_one_rank(self) -> dict[str, int]:
+        """The arguments of a `Geometry` of this rank's experts alone, as a sweep worker runs them."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_experts": self.num_local_experts,
+            "top_k": min(self.top_k, self.num_local_experts),
+        }
+
+    def entry_fields(self) -> dict[str, int]:
+        """The sizes that identify an entry of FlashInfer's knob cache, under the names it has there."""
+        return {
+            "world_size": self.world_size,
+            "hidden": self.hidden_size,
+            "intermediate": self.intermediate_size,
+            "num_experts": self.num_experts,
+            "topk": self.top_k,
+        }
+
 
 @dataclass
 class MegaInputs:

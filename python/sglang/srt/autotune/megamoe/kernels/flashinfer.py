@@ -174,15 +174,7 @@ class FlashInferMegaMoE(MegaMoEKernel):
         torch.cuda.synchronize(self.device)
 
     def entry_fields(self) -> dict[str, Any]:
-        geometry = self.geometry
-        return {
-            "device": self._device_name,
-            "world_size": geometry.world_size,
-            "hidden": geometry.hidden_size,
-            "intermediate": geometry.intermediate_size,
-            "num_experts": geometry.num_experts,
-            "topk": geometry.top_k,
-        }
+        return {"device": self._device_name, **self.geometry.entry_fields()}
 
     def recorded(self, capacity: int) -> Knobs | None:
         return knob_file.lookup(knob_file.knob_file_path(), self.entry_fields(), capacity)
@@ -285,16 +277,9 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
         return blockwise_fp8_moe(weights, inputs, first_expert)
 
     def bench(self) -> BenchSpec | None:
-        geometry = self.geometry
         return BenchSpec(
             "sglang.srt.autotune.megamoe.kernels.fp8_bench:create_bench",
-            {
-                "hidden_size": geometry.hidden_size,
-                "intermediate_size": geometry.intermediate_size,
-                "num_experts": geometry.num_local_experts,
-                "top_k": min(geometry.top_k, geometry.num_local_experts),
-                "in_kernel_fc2_reduce": self.options.in_kernel_fc2_reduce,
-            },
+            {**self.geometry.on_one_rank(), "in_kernel_fc2_reduce": self.options.in_kernel_fc2_reduce},
         )
 
     def worker_bytes(self) -> int:

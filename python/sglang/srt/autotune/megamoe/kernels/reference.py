@@ -78,16 +78,7 @@ class ReferenceMegaMoE(MegaMoEKernel):
         return dict(knobs)
 
     def entry_fields(self) -> dict[str, Any]:
-        geometry = self.geometry
-        return {
-            "device": self._device_name,
-            "dtype": self.name,
-            "world_size": geometry.world_size,
-            "hidden": geometry.hidden_size,
-            "intermediate": geometry.intermediate_size,
-            "num_experts": geometry.num_experts,
-            "topk": geometry.top_k,
-        }
+        return {"device": self._device_name, "dtype": self.name, **self.geometry.entry_fields()}
 
     def record(self, knobs: Knobs, capacity: int, time_us: float | None, source: str) -> None:
         path = knob_file.knob_file_path()
@@ -115,15 +106,8 @@ class ReferenceMegaMoE(MegaMoEKernel):
         return out.float()
 
     def bench(self) -> BenchSpec | None:
-        geometry = self.geometry
         return BenchSpec(
-            "sglang.srt.autotune.megamoe.kernels.reference:create_bench",
-            {
-                "hidden_size": geometry.hidden_size,
-                "intermediate_size": geometry.intermediate_size,
-                "num_experts": geometry.num_local_experts,
-                "top_k": min(geometry.top_k, geometry.num_local_experts),
-            },
+            "sglang.srt.autotune.megamoe.kernels.reference:create_bench", self.geometry.on_one_rank()
         )
 
     def worker_bytes(self) -> int:
