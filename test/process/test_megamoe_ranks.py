@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from sglang.srt.autotune.megamoe import bench
 from sglang.srt.autotune.megamoe.env_guard import KNOB_CACHE_VARIABLE
 from sglang.srt.autotune.megamoe.inputs import routed_inputs
 from sglang.srt.autotune.megamoe.kernels import reference_layer
@@ -270,6 +273,20 @@ def test_a_rank_that_never_comes_is_named_within_the_bound():
     assert all(
         "rank 3" in message and "MegaMoE profiles may be staged" in message for message in messages[:3]
     )
+
+
+def run_with_a_slow_rank(rank_number: int, port: int) -> dict[str, Any]:
+    rank = MegaRank(rank_number, SIZE, port)
+    if rank_number == 2:
+        bench.time = SimpleNamespace(perf_counter=lambda: 1e6 * time.perf_counter())
+    profiles = rank.profiles()
+    report = rank.stage(profiles, MemoryRecords(), capacities=(2,))
+    profiles.close()
+    return {"tuned": report.tuned}
+
+
+def test_a_rank_whose_launches_seem_slow_launches_as_often_as_the_others():
+    assert on_four_ranks(run_with_a_slow_rank) == [{"tuned": 1}] * SIZE
 
 
 # what is kept -----------------------------------------------------------------------------------------------

@@ -17,15 +17,19 @@ import torch
 from sglang.srt.autotune.megamoe.inputs import routed_inputs
 from sglang.srt.autotune.megamoe.kernels.base import Knobs, MegaInputs, MegaMoEKernel, Owner
 
-#: Launches of one timing round on CPU take at most about this long.
-_CPU_BUDGET_S = 0.2
+#: Launches of one timing round on CPU take at most about this long, where one rank launches alone.
+CPU_BUDGET_S = 0.2
 
 
 class ReplayTimer:
-    """Times a callable: graph replay with a cold L2 on CUDA, the wall clock on CPU."""
+    """Times a callable: graph replay with a cold L2 on CUDA, the wall clock on CPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    `cpu_budget_s` cuts a round on the CPU short. Not where a launch spans several ranks: each would stop by its own
+    clock, and one that went on would wait for the others in vain.
+    """
+
+    def __init__(self, device: torch.device, *, cpu_budget_s: float = math.inf) -> None:
+        self.device, self._cpu_budget_us = device, 1e6 * cpu_budget_s
         self._flush: torch.Tensor | None = None
         if device.type == "cuda":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -46,13 +50,13 @@ class ReplayTimer:
         return graph.replay
 
     def times_us(self, run: Any, repeats: int) -> list[float]:
-        """`repeats` times in microseconds, after one run that does not count."""
+        """`repeats` times in microseconds, fewer when the budget is spent, after one run that does not count."""
         run()
         return self._cpu_times(run, repeats) if self._flush is None else self._cuda_times(run, repeats)
 
     def _cpu_times(self, run: Any, repeats: int) -> list[float]:
         times: list[float] = []
-        while not times or (len(times) < repeats and sum(times) < 1e6 * _CPU_BUDGET_S):
+        while not times or (len(times) < repeats and sum(times) < self._cpu_budget_us):
             start = time.perf_counter()
             run()
             times.append(1e6 * (time.perf_counter() - start))
@@ -88,7 +92,7 @@ class KernelBench:
 
     def __init__(self, kernel: MegaMoEKernel, weights: Any, dtype: torch.dtype) -> None:
         self.kernel, self._weights, self._dtype = kernel, weights, dtype
-        self._timer = ReplayTimer(kernel.device)
+        self._timer = ReplayTimer(kernel.device, cpu_budget_s=CPU_BUDGET_S)
         self._expected: dict[int, torch.Tensor] = {}  # by capacity; the inputs of one are always the same
 
     def prepare(self, capacity: int, knobs: Knobs) -> Prepared:

@@ -8,11 +8,12 @@ tries all of them and its neighbours only what did best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from sglang.srt.autotune.megamoe.bench import ReplayTimer, typical_us
+from sglang.srt.autotune.megamoe.bench import CPU_BUDGET_S, ReplayTimer, typical_us
 from sglang.srt.autotune.megamoe.context import TuningContext, collective_reference
 from sglang.srt.autotune.megamoe.kernels.base import Knobs, MegaInputs, Owner
 from sglang.srt.autotune.megamoe.sweep_search import Choice, knobs_key
@@ -32,7 +33,8 @@ class LockstepSweep:
 
     def __init__(self, context: TuningContext, order: Mapping[int, Sequence[Knobs]] | None = None) -> None:
         self._context, self._kernel, self._agreement = context, context.profiles.kernel, context.agreement
-        self._timer, self._order = ReplayTimer(self._kernel.device), order or {}
+        budget_s = CPU_BUDGET_S if context.agreement.is_alone else math.inf
+        self._timer, self._order = ReplayTimer(self._kernel.device, cpu_budget_s=budget_s), order or {}
 
     def tune(self, capacities: Sequence[int]) -> Iterator[Choice]:
         inherited: list[Knobs] | None = None
