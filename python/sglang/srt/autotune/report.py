@@ -127,7 +127,7 @@ class StageReport:
             try:
                 self.write(Path(self.cache_path).with_name(REPORT_NAME))
             except (OSError, ValueError) as error:
-                logger.warning("The autotune report cannot be kept beside the records: %s", error)
+                logger.warning("FlashInfer autotune: the report cannot be kept beside the records: %s", error)
 
 
 def _write_into(path: Path, data: bytes) -> None:

@@ -126,7 +126,7 @@ class EngineCore:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not self.failure.done() and not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, ValueError):
-                logger.error("a task of the server failed", exc_info=error)
+                logger.error("A task of the server failed", exc_info=error)
             self._fail(str(error))
 
     def _on_worker_exit(self, rank: int) -> None:

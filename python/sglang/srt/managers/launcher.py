@@ -74,7 +74,7 @@ class WorkerGroup:
             if process.is_alive():
                 process.terminate()
         if not self.wait(timeout_s):
-            logger.warning("workers did not end within %g s and are killed", timeout_s)
+            logger.warning("Workers did not end within %g s and are killed", timeout_s)
         for process in self.processes.values():
             # The group of a worker may outlive it: compilers that it had started.
             with contextlib.suppress(ProcessLookupError, PermissionError):

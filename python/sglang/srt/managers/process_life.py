@@ -69,6 +69,6 @@ class Watchdog:
             time.sleep(min(1.0, self._timeout_s / 10))
             started_s = self._started_s
             if started_s is not None and time.monotonic() - started_s > self._timeout_s:
-                logger.error("a forward runs for more than %g s (--watchdog-timeout)", self._timeout_s)
+                logger.error("A forward runs for more than %g s (--watchdog-timeout)", self._timeout_s)
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 os._exit(1)

@@ -55,7 +55,7 @@ def run_worker(server_args: ServerArgs, place: WorkerPlace, endpoints: Endpoints
         lost_peer = _lost_peer(error)
         text = _last_words(error, lost_peer)
         verb = "lost another rank" if lost_peer else "failed"
-        logger.error("worker of rank %d %s:%s%s", place.rank, verb, "\n" if "\n" in text else " ", text)
+        logger.error("The worker of rank %d %s:%s%s", place.rank, verb, "\n" if "\n" in text else " ", text)
         channel.send(Fatal(place.rank, text, lost_peer))
         exit_code = 1
     channel.close()

@@ -71,7 +71,7 @@ class SeedCatalogue:
             try:
                 yield read_seed(path)
             except ValueError as error:
-                logger.warning("Autotune seed ignored: %s", error)
+                logger.warning("FlashInfer autotune ignores a seed: %s", error)
 
     def select(self, applies: Mapping[str, Any], environment: Mapping[str, str]) -> SeedSelection:
         """Pick the seeds that were measured for exactly this configuration and environment.

@@ -176,7 +176,9 @@ class RecordStore:
             if record.source in _PRODUCT_SOURCES:
                 continue
             if reason := unreadable_reason(record):
-                logger.warning("Autotune record %s is not stored: %s", printable(record.key), reason)
+                logger.warning(
+                    "FlashInfer autotune: record %s is not stored: %s", printable(record.key), reason
+                )
                 continue
             is_new = record.source == "tuned" and record.tuned_at is None
             fresh[record.key] = replace(record, tuned_at=now) if is_new else record
@@ -228,7 +230,7 @@ class RecordStore:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    "Autotune records cannot be written: %s. They are kept in memory for this run only; "
+                    "FlashInfer autotune: records cannot be written: %s. They are kept in memory for this run only; "
                     "set SGLANG_CACHE_DIR to a writable directory to keep them.",
                     self.reason,
                 )
@@ -306,7 +308,7 @@ class RecordStore:
         if isinstance(moved, Document) and self._problem_of(moved) is None:
             return moved, True  # another writer had just put a good file there
         logger.warning(
-            "Autotune records: %s %s; it was set aside as %s", self.path, problem.reason, aside.name
+            "FlashInfer autotune: %s %s; it was set aside as %s", self.path, problem.reason, aside.name
         )
         return Document(), True
 
