@@ -135,9 +135,8 @@ def test_two_engines_on_one_file_lose_nothing(path):
 def test_what_another_writer_lost_is_put_back(path):
     one = store_at(path)
     one.commit([record(1)], steps=[StepEntry("decode:1", (key_of(1),))])
-    path.write_bytes(
-        to_bytes(RecordSet({key_of(2): record(2)}), ENVIRONMENT)
-    )  # an engine that does not merge
+    # Another engine, one that does not merge.
+    path.write_bytes(to_bytes(RecordSet({key_of(2): record(2)}), ENVIRONMENT))
     assert one.verify()
     loaded = store_at(path).load()
     assert set(loaded.records) == {key_of(1), key_of(2)} and "decode:1" in loaded.steps

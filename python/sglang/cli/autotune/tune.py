@@ -87,9 +87,8 @@ def run_ranks(args: ServerArgs) -> dict[int, dict[str, Any]]:
         for rank in waiting.values():
             reports[rank] = {"error": "stopped, since another rank had failed"}
     except KeyboardInterrupt:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the rest takes a moment; a second one has nothing to add
+        # The rest takes a moment; a second one has nothing to add.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
     finally:
         workers.stop(FAILURE_GRACE_S)

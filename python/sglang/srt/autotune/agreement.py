@@ -65,9 +65,8 @@ class Agreement:
 
     def within(self, ranks: Sequence[int], name: str) -> Agreement:
         """The same store and bound for a smaller circle, such as the ranks that must choose alike."""
-        self._num_circles += (
-            1  # votes of a later circle of the same name must not meet those of an earlier one
-        )
+        # Votes of a later circle of the same name must not meet those of an earlier one.
+        self._num_circles += 1
         return Agreement(
             self._store if len(ranks) > 1 else None,
             self.rank,

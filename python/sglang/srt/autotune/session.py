@@ -18,7 +18,7 @@ from sglang.srt.autotune.plan import Step
 
 
 class Session:
-    """Tunes one step at a time; use as a context manager around all of them.
+    """Tunes one step at a time; use as a context manager around each of them.
 
     Args:
         reduce_times: averages candidate times over the ranks that must choose alike, for the CPU profiler.

@@ -373,10 +373,9 @@ class _Stage:
         spent = self.agreement.gather(f"budget before step {step.name}", time.monotonic() - began)
         if max(spent.values()) < budget_s:
             return False
-        self.step_reports[step].source = OVER_BUDGET
-        self.step_reports[
-            step
-        ].note = f"--flashinfer-autotune-budget {budget_s:g} s was spent; the next start goes on"
+        report = self.step_reports[step]
+        report.source = OVER_BUDGET
+        report.note = f"--flashinfer-autotune-budget {budget_s:g} s was spent; the next start goes on"
         return True
 
     def _tune_one(

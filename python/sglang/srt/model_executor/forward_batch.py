@@ -48,9 +48,7 @@ class ForwardBatch:
     extend_prefix_lens_cpu: list[int] | None = None
     global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
     attn_backend: AttentionBackend | None = None  # set by the model runner
-    columns: torch.Tensor | None = (
-        None  # [5, B]: the first five fields of a DECODE batch, where they are rows of one
-    )
+    columns: torch.Tensor | None = None  # [5, B]: whose rows the fields of a DECODE batch are
     balanced_routing: bool = False  # experts in turn, whatever the router says, so that tuning finds all busy
     num_layers: int | None = None  # run this many leading layers only; None runs all
 
