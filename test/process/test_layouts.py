@@ -24,6 +24,7 @@ from sglang.srt.managers.io_struct import (
     FlushCache,
     GetInternalState,
     InternalState,
+    LogprobParams,
     Shutdown,
     TokenizedRequest,
     WorkerMessage,
@@ -59,6 +60,7 @@ class Client:
         self.to_come = list(requests)
         self.unfinished = {request.rid for request in requests} - {ABORTED}
         self.tokens: dict[str, list[int]] = {request.rid: [] for request in requests}
+        self.scores: dict[str, list[float | None]] = {request.rid: [] for request in requests}
         self.states: list[InternalState] = []
         self.num_steps = 0
         self.asked = False
@@ -87,6 +89,8 @@ class Client:
             assert isinstance(message, BatchTokenOutput)
             for output in message.outputs:
                 self.tokens[output.rid] += output.token_ids
+                for logprobs in (output.prompt_logprobs, output.logprobs):
+                    self.scores[output.rid] += logprobs.values if logprobs is not None else []
                 if output.finish_reason is not None:
                     self.unfinished.discard(output.rid)
 
@@ -95,7 +99,7 @@ class Client:
 
 
 def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], overlap: bool = False):
-    """Serve `requests` on one rank; gives what the client got, the states that it was told and what is still held."""
+    """Serve `requests` on one rank; gives tokens, scores and states that the client got, and what is still held."""
     torch.set_num_threads(1)
     args = ServerArgs(
         device="cpu",
@@ -117,7 +121,7 @@ def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], o
     parallel.world.barrier(20)
     scheduler.handle([FlushCache(1)])
     held = runner.allocator.num_tokens - runner.allocator.available()
-    return client.tokens, [msgspec.structs.asdict(state) for state in client.states], held
+    return client.tokens, client.scores, [msgspec.structs.asdict(state) for state in client.states], held
 
 
 def make_requests(num_replicas: int) -> list[TokenizedRequest]:
@@ -127,17 +131,19 @@ def make_requests(num_replicas: int) -> list[TokenizedRequest]:
     for i, (question, shots) in enumerate(held_out_questions(12, 8, seed=5)):
         prompt = tokenizer.encode(few_shot_prompt(question, shots[: rng.randrange(9)])).ids
         sampled = {"temperature": 1.0, "top_p": 0.9, "seed": 7} if i % 4 == 3 else {"temperature": 0.0}
-        sampling = SamplingParams(max_new_tokens=4 + 3 * (i % 5), ignore_eos=True, **sampled)
-        requests.append(TokenizedRequest(f"r{i}", prompt, sampling, i % 2 == 0, i % num_replicas))
+        penalties = {"frequency_penalty": 1.0, "repetition_penalty": 1.5} if i % 3 == 1 else {}
+        sampling = SamplingParams(max_new_tokens=4 + 3 * (i % 5), ignore_eos=True, **sampled, **penalties)
+        logprobs = LogprobParams(num_top=i % 2, prompt_start=i % 4) if i % 3 == 2 else None
+        requests.append(TokenizedRequest(f"r{i}", prompt, sampling, i % 2 == 0, i % num_replicas, logprobs))
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS_IF_NOT_ABORTED, temperature=0.0, ignore_eos=True)
     requests.insert(1, TokenizedRequest(ABORTED, requests[0].input_ids, sampling, True, num_replicas - 1))
     return requests
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, list[int]]:
-    ((tokens, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1)))
-    return tokens
+def one_rank() -> tuple[dict[str, list[int]], dict[str, list[float | None]]]:
+    ((tokens, scores, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1)))
+    return tokens, scores
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "one rank, overlap", "TP2, overlap"])
@@ -149,13 +155,15 @@ def test_a_layout_says_what_one_rank_says(name, one_rank):
     requests = make_requests(num_replicas)
     outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, overlap)
     results = results_of(outcomes)
-    tokens, states, _ = results[0]
-    for rid, expected in one_rank.items():
+    tokens, scores, states, _ = results[0]
+    expected_tokens, expected_scores = one_rank
+    for rid, expected in expected_tokens.items():
         if rid == ABORTED:
             both = list(zip(expected, tokens[rid], strict=False))
             assert both and len(tokens[rid]) < NUM_TOKENS_IF_NOT_ABORTED
             assert all(one == other for one, other in both)
         else:
             assert tokens[rid] == expected, rid
+            assert scores[rid] == pytest.approx(expected_scores[rid], abs=1e-3), rid
     assert sorted(state["replica"] for state in states) == list(range(num_replicas))
-    assert [held for _, _, held in results] == [0] * num_ranks
+    assert [held for _, _, _, held in results] == [0] * num_ranks
