@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+ROWS_AT_A_TIME = 128
+"""Prompt tokens whose logits are held at once while prompts are scored."""
+
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
     """`logits` `[N, V]` float32 and one token for each row `[N]` int64 -> `[N, 1 + 2 * num_top]` int64.

@@ -11,7 +11,7 @@ import torch
 
 from sglang.srt.layers.logit_adjustments import LogitBias, Penalties, TokenCounts
 from sglang.srt.layers.logits_processor import last_token_rows
-from sglang.srt.layers.logprobs import score_tokens
+from sglang.srt.layers.logprobs import ROWS_AT_A_TIME, score_tokens
 from sglang.srt.layers.sampler import SamplingBatchInfo
 from sglang.srt.managers.logprobs import LogprobPlan
 from sglang.srt.managers.pipeline import PipelineLinks
@@ -23,10 +23,6 @@ from sglang.srt.utils.transfer import HostCopy, to_device
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-ROWS_AT_A_TIME = 128
-"""Prompt tokens whose logits are held at once while prompts are scored."""
 
 
 class LatestTokens:

@@ -11,10 +11,13 @@ from collections.abc import Callable
 
 from sglang.srt.autotune.plan import Limits, Shape, make_plan
 from sglang.srt.layers.attention.flashinfer_kernels import WORKSPACE_BYTES
+from sglang.srt.layers.logprobs import ROWS_AT_A_TIME
 
-SAMPLING_BYTES_PER_LOGIT = 64
-"""Logits, probabilities, and their sort and sums for top-k and top-p, each of 4 or 8 bytes for a token of the
-vocabulary."""
+SAMPLING_BYTES_PER_LOGIT = 72
+"""Logits as they came and with penalties, the penalties' counts, probabilities, and their sort and sums for top-k and
+top-p, each of 4 or 8 bytes for a token of the vocabulary."""
+SCORING_BYTES_PER_LOGIT = 16
+"""Logits of a prompt's rows in the model's dtype and in float32, and their log-softmax."""
 LAZY_BYTES = 256 << 20
 """What CUDA, cuBLAS and FlashInfer take when a kernel is first used. With nothing set aside for it a start on an H200
 ended 0.10 GiB above its share."""
@@ -37,6 +40,8 @@ def forward_reserve_bytes(
     the different sliding windows of the layers, each with wrappers of its own.
     """
     largest_step = max(step_memory_bytes(step.shape) for step in make_plan(limits).steps)
-    sampling = limits.max_running_requests * vocab_size * SAMPLING_BYTES_PER_LOGIT
+    sampling = vocab_size * max(
+        limits.max_running_requests * SAMPLING_BYTES_PER_LOGIT, ROWS_AT_A_TIME * SCORING_BYTES_PER_LOGIT
+    )
     wrappers = WRAPPER_BYTES * (num_captured + 2) * num_windows
     return largest_step + sampling + WORKSPACE_BYTES + LAZY_BYTES + wrappers
