@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import json
 import os
@@ -109,6 +110,7 @@ CRASHES = {signal.SIGABRT: crash_by_abort, signal.SIGSEGV: crash_by_segmentation
 def crash_at(bucket: int, number: signal.Signals, shape: Shape) -> None:
     if shape.op_tokens == bucket:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        faulthandler.disable()  # pytest's, which would print a page
         CRASHES[number]()
 
 
