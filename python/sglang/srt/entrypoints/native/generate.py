@@ -8,10 +8,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
+from sglang.srt.entrypoints.events import DONE, event
 from sglang.srt.entrypoints.native.protocol import GenerateRequest
-from sglang.srt.entrypoints.openai.call import DONE
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.logprobs import TokenText
 from sglang.srt.managers.generation import EngineError, Piece
@@ -138,9 +136,9 @@ class GenerateCall:
         outputs = self.outputs()
         try:
             async for output in outputs:
-                yield _event(output)
+                yield event(output)
         except EngineError as error:
-            yield _event(ApiError(500, str(error)).body())
+            yield event(ApiError(500, str(error)).body())
             return
         finally:
             await outputs.aclose()
@@ -159,7 +157,3 @@ def _finish_reason(piece: Piece) -> dict[str, Any] | None:
     if piece.finish_reason == "length":
         return {"type": "length", "length": piece.num_tokens}
     return {"type": piece.finish_reason, "matched": piece.matched_stop}
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"

@@ -13,7 +13,7 @@ import msgspec
 from sglang.srt.entrypoints.openai.body import Unbuilt, or_default, parse_fields
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.logprobs import logprob_params
-from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES, completed
+from sglang.srt.entrypoints.openai.sampling_fields import MAX_SEQUENCES, CommonSampling, completed
 from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -49,25 +49,11 @@ SAMPLING_UNBUILT: Unbuilt = {
 }
 
 
-class NativeSampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class NativeSampling(CommonSampling, kw_only=True, forbid_unknown_fields=True):
     """`sampling_params`. A null is the default, save for `max_new_tokens`, where it is no limit."""
 
     max_new_tokens: int | None = 128
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    n: int | None = None
     sampling_seed: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
 
     def sampling(self, defaults: SamplingParams, max_total_tokens: int) -> SamplingParams:
         """The sampling parameters. Raises `ApiError` when one is out of range."""

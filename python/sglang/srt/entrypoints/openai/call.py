@@ -10,14 +10,13 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.entrypoints.events import DONE, event
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.openai.sampling_fields import PromptTokensDetails, SamplingFields, Usage
 from sglang.srt.managers.generation import EngineError, Generation, Piece
 from sglang.srt.managers.io_struct import LogprobParams
 from sglang.srt.managers.tokenizer_manager import Prompt, TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
-
-DONE = b"data: [DONE]\n\n"
 
 
 class OpenAICall(ABC):
@@ -87,13 +86,13 @@ class OpenAICall(ABC):
                     seen[piece.index] = piece
                     usage = self._usage(generation, seen) if self._request.wants_usage_always else None
                     for choices in self._chunks(piece, is_first):
-                        yield _event(self._chunk(choices, usage))
+                        yield event(self._chunk(choices, usage))
         except EngineError as error:
             # The status is out already: the error travels as an event, where clients look for one too.
-            yield _event(ApiError(500, str(error)).body())
+            yield event(ApiError(500, str(error)).body())
             return
         if self._request.wants_usage:
-            yield _event(self._chunk([], self._usage(generation, seen)))
+            yield event(self._chunk([], self._usage(generation, seen)))
         yield DONE
 
 
@@ -116,7 +115,3 @@ def _usage(generation: Generation, last_pieces: dict[int, Piece], num_copies: in
         piece.num_cached_tokens for index, piece in last_pieces.items() if index % num_copies == 0
     )
     return Usage(num_prompt, num_output, num_prompt + num_output, PromptTokensDetails(num_cached))
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"

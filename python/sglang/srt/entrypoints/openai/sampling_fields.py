@@ -38,10 +38,9 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields that have an effect; a null stands for the default."""
+class CommonSampling(msgspec.Struct, kw_only=True):
+    """What `/generate` has as well; a null stands for the default."""
 
-    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -56,6 +55,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(CommonSampling, kw_only=True):
+    """Fields that have an effect; a null stands for the default."""
+
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
