@@ -56,9 +56,14 @@ def _has_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def isolated_environment(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No `SGLANG_*` of the caller's, and a cache directory that this test alone uses."""
+    """No `SGLANG_*` of the caller's, and a cache directory that this test alone uses.
+
+    Nor does FlashInfer find a list of wrong tactics, or the knob cache under the caller's home.
+    """
     for name in [name for name in os.environ if name.startswith("SGLANG_")]:
         monkeypatch.delenv(name)
     cache_dir = tmp_path_factory.mktemp("sglang-cache")
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(cache_dir))
+    monkeypatch.delenv("FLASHINFER_TACTICS_BLOCKLIST", raising=False)
+    monkeypatch.setenv("FLASHINFER_MOE_EP_KNOB_CACHE", str(cache_dir / "moe_ep_knob_cache.json"))
     return cache_dir
