@@ -7,7 +7,7 @@ import torch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
-from sglang.srt.layers.fused_moe import FusedMoE
+from sglang.srt.layers.fused_moe import moe_layers
 from sglang.srt.layers.moe.megamoe import MegaMoERunner
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -89,7 +89,7 @@ def test_a_second_start_reuses_the_winners(started):
 
 def test_layers_hold_the_prepared_weights_themselves(started):
     runner = started("--disable-flashinfer-autotune")
-    layers = [module for module in runner.model.modules() if isinstance(module, FusedMoE)]
+    layers = moe_layers(runner.model)
     assert [layer.mega_owner for layer in layers] == list(range(len(layers)))
     for layer, weights in zip(layers, runner.moe_runner.profiles.weights, strict=True):
         assert layer.w13.data_ptr() == weights[0].data_ptr() and layer.w2.data_ptr() == weights[1].data_ptr()

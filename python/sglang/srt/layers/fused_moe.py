@@ -167,3 +167,8 @@ class FusedMoE(nn.Module):
         yield stacked_w13, WeightSlot(w13_shape, self.w13[:, inner:], (local_experts, shard), instead)
         instead = f"{by_expert}.down_proj.weight"
         yield stacked_w2, WeightSlot(w2_shape, self.w2, (local_experts, every, shard), instead)
+
+
+def moe_layers(model: nn.Module) -> list[FusedMoE]:
+    """The mixture-of-experts layers of `model`, in their order."""
+    return [module for module in model.modules() if isinstance(module, FusedMoE)]

@@ -12,7 +12,7 @@ from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.identity import Topology
 from sglang.srt.autotune.plan import Phase, Shape
 from sglang.srt.autotune_config import identity_of
-from sglang.srt.layers.fused_moe import FusedMoE
+from sglang.srt.layers.fused_moe import FusedMoE, moe_layers
 from sglang.srt.layers.moe.megamoe import MegaMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
@@ -78,7 +78,7 @@ class ModelRunnerHost:
             torch.cuda.synchronize(self.device)
 
     def op_probe(self, num_tokens: int) -> MoEProbe:
-        layer = next(module for module in self._runner.model.modules() if isinstance(module, FusedMoE))
+        layer = moe_layers(self._runner.model)[0]
         return MoEProbe(layer, self._random(num_tokens, layer.shape.hidden_size))
 
     def free_memory_bytes(self) -> int | None:

@@ -13,7 +13,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.layers.attention.flashinfer_kernels import windows_of
 from sglang.srt.layers.attention.registry import create_attention_backend
-from sglang.srt.layers.fused_moe import moe_shape
+from sglang.srt.layers.fused_moe import moe_layers, moe_shape
 from sglang.srt.layers.linear import divide, local_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, last_token_rows
 from sglang.srt.layers.moe.megamoe import MegaMoERunner
@@ -82,7 +82,7 @@ class ModelRunner:
             seed=args.random_seed,
         )
         if isinstance(self.moe_runner, MegaMoERunner):
-            self.moe_runner.take_over(self.model, will_tune=not args.disable_flashinfer_autotune)
+            self.moe_runner.take_over(moe_layers(self.model), will_tune=not args.disable_flashinfer_autotune)
         self.logits_processor = (
             LogitsProcessor(self.model.lm_head) if self.model.lm_head is not None else None
         )

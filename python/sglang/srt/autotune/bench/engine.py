@@ -26,7 +26,7 @@ from sglang.srt.autotune.bench.drive import Driver, build_runner, recorded_routi
 from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.stage import run_stage
 from sglang.srt.autotune_config import settings_of
-from sglang.srt.layers.fused_moe import FusedMoE
+from sglang.srt.layers.fused_moe import moe_layers
 from sglang.srt.layers.moe.base import MoERunner
 from sglang.srt.layers.moe.registry import create_moe_runner
 from sglang.srt.model_executor.autotune_host import ModelRunnerHost, agreement_of
@@ -209,7 +209,7 @@ def recapture(runner: ModelRunner) -> float:
 @contextlib.contextmanager
 def swapped_moe_runner(runner: ModelRunner, other: MoERunner) -> Iterator[None]:
     """Have all layers run their experts by `other` inside the block."""
-    layers = [module for module in runner.model.modules() if isinstance(module, FusedMoE)]
+    layers = moe_layers(runner.model)
     before = runner.moe_runner
 
     def use(moe_runner: MoERunner) -> None:

@@ -90,19 +90,16 @@ class MegaMoERunner(MoERunner):
     def run(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise AssertionError("MegaMoE exchanges tokens itself: the layer calls `exchange_and_run`")
 
-    def take_over(self, model: nn.Module, *, will_tune: bool) -> None:
-        """Prepare the weights of every MoE layer of `model`; each then holds the prepared tensors instead of its own.
+    def take_over(self, layers: Sequence[FusedMoE], *, will_tune: bool) -> None:
+        """Prepare the weights of all MoE layers; each then holds the prepared tensors instead of its own.
 
         With `will_tune` the sweep's imports start now, beside that work.
 
         Raises:
             ValueError: a size breaks the kernel's alignment rule.
         """
-        from sglang.srt.layers.fused_moe import FusedMoE
-
         if will_tune and self._sweeps_in_workers:
             preload_workers()
-        layers = [module for module in model.modules() if isinstance(module, FusedMoE)]
         if self.name == FLASHINFER and self.kernel.geometry.rank == 0:
             logger.info("MegaMoE (%s): quantising the experts of %d layers", self.kernel.name, len(layers))
         for layer in layers:
