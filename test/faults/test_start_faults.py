@@ -205,9 +205,9 @@ def test_a_read_only_root_is_used_and_left_as_it_is(place):
 def test_a_clock_that_jumps_changes_nothing(place, monkeypatch):
     dice, plain = random.Random(3), time.time
     monkeypatch.setattr(time, "time", lambda: plain() + dice.uniform(-1e9, 1e9))
-    report = run(place / "root", budget_s=30.0)
+    report = run(place / "root", budget_s=300.0)
     assert report["status"] == "completed" and report["profiles_tuned"] == STEPS and report["left_out"] == []
-    assert 0 < report["seconds"] < 60 and all(step["seconds"] < 60 for step in report["steps"])
+    assert 0 < report["seconds"] < 600 and all(step["seconds"] < 600 for step in report["steps"])
     assert run(place / "root")["profiles_tuned"] == 0
 
 
