@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -132,11 +133,10 @@ def first_model(address: Address, api_key: str | None) -> dict[str, Any]:
         response = httpx.get(url, headers=_headers(api_key), timeout=ASK_TIMEOUT_S, trust_env=False)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerProblem(f"no server answers at {address.url}: {error}") from None
-    try:
+    # Whatever answers there may be no such server, and its words are shown then.
+    with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):
         if response.status_code == 200:
             return dict(response.json()["data"][0])
-    except (ValueError, KeyError, IndexError, TypeError):
-        pass
     words = " ".join(response.text.split())[:300]
     raise ServerProblem(f"{url} lists no model (HTTP {response.status_code}): {words}")
 

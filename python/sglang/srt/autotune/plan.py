@@ -20,6 +20,8 @@ _FINE_STEP, _COARSE_STEP = 256, 512
 
 
 class Phase(str, Enum):
+    """Which forwards a step stands for: those that add one token to each sequence, or those that read prompts."""
+
     DECODE = "decode"
     PREFILL = "prefill"
 

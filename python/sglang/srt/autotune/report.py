@@ -69,6 +69,8 @@ class FallbackReport:
 
 @dataclass
 class RecordCounts:
+    """Records by where they came from; `rejected` are those of files that are not used, see `rejections`."""
+
     seeded: int = 0
     user: int = 0
     given: int = 0

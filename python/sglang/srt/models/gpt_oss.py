@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class GptOssAttention(nn.Module):
+    """Attention of one layer, `[T, H]` -> `[T, H]`, with a sink for each head and, in some layers, a sliding window."""
+
     def __init__(
         self, config: ModelConfig, layer_id: int, group: Group, dtype: torch.dtype, device: torch.device
     ) -> None:

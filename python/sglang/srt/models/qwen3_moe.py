@@ -21,6 +21,8 @@ from sglang.srt.models.decoder import DecoderLayer, DecoderLM
 
 
 class Qwen3Attention(nn.Module):
+    """Attention of one layer, `[T, H]` -> `[T, H]`; each head of queries and keys is normed before it is rotated."""
+
     def __init__(
         self, config: ModelConfig, layer_id: int, group: Group, dtype: torch.dtype, device: torch.device
     ) -> None:

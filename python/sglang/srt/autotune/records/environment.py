@@ -54,6 +54,8 @@ class FieldDifference:
 
 @dataclass(frozen=True)
 class EnvironmentComparison:
+    """In which fields a file's stamp differs from this process's; `hard` when one of them is."""
+
     differences: tuple[FieldDifference, ...] = ()
 
     @property
