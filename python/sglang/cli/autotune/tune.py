@@ -15,8 +15,8 @@ from sglang.cli.autotune.arguments import own_parser, split_arguments
 from sglang.cli.autotune.tune_rank import run_rank
 from sglang.cli.errors import INTERRUPTED, START_ERROR
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.flags import FlagParser
+from sglang.srt.launch_checks import check_launch
 from sglang.srt.managers.launch_plan import plan_launch
 from sglang.srt.managers.launcher import WorkerGroup
 from sglang.srt.server_args import ServerArgs
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         context_length=args.context_length,
         quantization=args.quantization,
     )
-    check_parallel_sizes(args, config)
+    check_launch(args, config)
     setup_logging(args.log_level)
     try:
         # Graphs do not change what is tuned, and nobody will replay them.

@@ -53,9 +53,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
-            return ApiError(
-                404, f"there is no {request.method} {request.url.path}", code="unknown_url"
-            ).response()
+            remedy = "; start the server with --enable-metrics" if request.url.path == "/metrics" else ""
+            text = f"there is no {request.method} {request.url.path}{remedy}"
+            return ApiError(404, text, code="unknown_url").response()
         return ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}").response()
 
     @app.exception_handler(Exception)

@@ -13,6 +13,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import difflib
 import logging
 import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -20,7 +21,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.entrypoints.engine_core import EngineCore
 from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.native.generate import GenerateCall, Output
@@ -29,7 +29,8 @@ from sglang.srt.entrypoints.openai.body import parse_fields
 from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.services import Services
 from sglang.srt.entrypoints.status_routes import server_info_of
-from sglang.srt.flags import flag_name
+from sglang.srt.flags import flag_fields, flag_name
+from sglang.srt.launch_checks import check_launch
 from sglang.srt.managers.generation import EngineError
 from sglang.srt.managers.ipc import private_endpoints
 from sglang.srt.managers.launch_plan import plan_launch
@@ -65,7 +66,7 @@ class Engine:
             context_length=self.server_args.context_length,
             quantization=self.server_args.quantization,
         )
-        check_parallel_sizes(self.server_args, self._model_config)
+        check_launch(self.server_args, self._model_config)
         self._plan = plan_launch(self.server_args)
         if len(self._plan.ranks) != self.server_args.world_size:
             raise ValueError("an Engine starts all its ranks itself: use `sglang serve` for several machines")
@@ -246,7 +247,11 @@ class Engine:
 
 def _built(flags: dict[str, Any]) -> dict[str, Any]:
     """`flags` without those that SGLang has and this tree does not, as on the command line."""
+    known = [field.name for field, _ in flag_fields(ServerArgs)]
     for name in flags:
+        if name not in known and flag_name(name) not in REFUSED | WARNED:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"Engine has no flag {name}" + (f"; did you mean {near[0]}?" if near else ""))
         if flag_name(name) in REFUSED:
             raise ValueError(f"{name} is a flag of SGLang that is not built here: leave it out")
         if flag_name(name) in WARNED:

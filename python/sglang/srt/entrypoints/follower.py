@@ -71,7 +71,8 @@ class Follower:
                     num_ready += 1
                     if num_ready == len(self._plan.ranks):
                         ranks = self._plan.ranks
-                        logger.info("Ready: ranks %d to %d of %s", ranks[0], ranks[-1], self._args.model_name)
+                        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+                        logger.info("Ready: %s of %s", which, self._args.model_name)
                 case Fatal() as message:
                     self._ends.add_last_words(message)
                     self._judge_soon()

@@ -18,13 +18,13 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.autotune.metrics import register as register_autotune_metrics
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.entrypoints.app import build_app
 from sglang.srt.entrypoints.engine_core import WORKER_GRACE_S, EngineCore
 from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.follower import Follower
 from sglang.srt.entrypoints.metrics import ServingMetrics
 from sglang.srt.entrypoints.services import Services
+from sglang.srt.launch_checks import check_launch
 from sglang.srt.managers.ipc import Endpoints, private_endpoints
 from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -45,7 +45,7 @@ def launch_server(server_args: ServerArgs) -> int:
         context_length=server_args.context_length,
         quantization=server_args.quantization,
     )
-    check_parallel_sizes(server_args, model_config)
+    check_launch(server_args, model_config)
     plan = plan_launch(server_args)
     if not plan.serves_http:
         with private_endpoints() as endpoints:
@@ -102,6 +102,8 @@ class _Server:
             while not http.started:
                 await asyncio.sleep(0.01)
             serving.add_done_callback(self._on_http_done)
+            url = f"http://{self._args.host}:{self._args.port}"
+            logger.info("Starting %s; %s/autotune shows how far it is", self._args.model_name, url)
             core.start()
             exit_code = await self._end
             await core.stop(self._hurry)

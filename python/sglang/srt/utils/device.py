@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
+
+def has_nvidia_driver() -> bool:
+    """Whether a GPU can be here at all, told without loading torch or CUDA."""
+    return os.path.isdir("/proc/driver/nvidia/gpus") or shutil.which("nvidia-smi") is not None
+
 
 def resolved_device(device: str) -> str:
     """`"cuda"` or `"cpu"` for a `--device` value; imports torch only when the answer depends on the machine.
