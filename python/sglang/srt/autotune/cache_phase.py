@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.host import Host
-from sglang.srt.autotune.plan import Step
+from sglang.srt.autotune.plan import Phase, Step
 from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
@@ -187,8 +187,14 @@ class CachePhase:
         }
         words = sorted(_SOURCE_WORDS[source] for source in sources)
         report.source = words[0] if len(words) == 1 else "mixed (" + ", ".join(words) + ")"
-        if entry := self._merged.steps.get(step.name):
+        entry = self._merged.steps.get(step.name) or self._step_of_the_other_phase(step)
+        if entry is not None:
             report.default_ms, report.tuned_ms = entry.default_ms, entry.tuned_ms
+
+    def _step_of_the_other_phase(self, step: Step) -> StepEntry | None:
+        """What was measured at the same bucket under other limits: the times are the op's, whichever phase asks."""
+        names = (Step(phase, step.bucket, step.shape).name for phase in Phase)
+        return next((self._merged.steps[name] for name in names if name in self._merged.steps), None)
 
     def winners(self) -> dict[str, list[Any]]:
         """``key -> [runner, tactic]`` of everything that serving would use."""

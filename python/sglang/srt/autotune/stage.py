@@ -214,10 +214,10 @@ class _Stage:
         decode = [step.bucket for step in plan.steps if step.phase.value == "decode"]
         prefill = [step.bucket for step in plan.steps if step.phase.value == "prefill"]
         logger.info(
-            "Running FlashInfer autotune: %d steps, decode at %s, prefill at %s tokens (ops: %s)",
+            "Running FlashInfer autotune: %d steps, decode at %s tokens, %s (ops: %s)",
             len(plan.steps),
             " ".join(map(str, decode)),
-            " ".join(map(str, prefill)) or "no",
+            f"prefill at {' '.join(map(str, prefill))} tokens" if prefill else "no prefill",
             ", ".join(op for op in self.host.op_names if op not in self.settings.skip_ops),
         )
 
@@ -469,7 +469,8 @@ class _Stage:
             return f"{tuned} MegaMoE profiles tuned" if tuned else "every step was covered by records"
         left = sum(report.source == OVER_BUDGET for report in self.step_reports.values())
         rest = f", {left} steps left to the next start" if left else ""
-        return f"{self.report.profiles_tuned} profiles tuned in {len(todo) - left} steps{rest}"
+        profiles, steps = self.report.profiles_tuned, len(todo) - left
+        return f"{profiles} profile{'s' * (profiles != 1)} tuned in {steps} step{'s' * (steps != 1)}{rest}"
 
     def _timed(self, name: str) -> _Stopwatch:
         """Adds the seconds of its block to ``timings``."""
