@@ -6,7 +6,6 @@ real all-reduce in it, so a rank that strays leaves its peers in a collective, a
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import random
@@ -26,7 +25,7 @@ from sglang.srt.autotune.identity import Topology
 from sglang.srt.autotune.plan import Limits
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.layers.moe.reference import OP_NAME
-from support.ranks import free_port, results_of, run_ranks
+from support.ranks import free_port, join_gloo, results_of, run_ranks
 from support.tiny_host import TinyHost, start
 
 BOUND_S = 8.0
@@ -40,16 +39,7 @@ class Rank:
         self, rank: int, size: int, port: int, *, bound_s: float = BOUND_S, pp_size: int = 1
     ) -> None:
         self.rank, self.size = rank, size
-        self.store = dist.TCPStore(
-            "127.0.0.1", port, size, rank == 0, timeout=datetime.timedelta(seconds=20), wait_for_workers=False
-        )
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("group", self.store),
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=bound_s),
-        )
+        self.store = join_gloo(rank, size, port, bound_s)
         tp_size = size // pp_size
         stages = [tuple(range(s * tp_size, (s + 1) * tp_size)) for s in range(pp_size)]
         groups = [dist.new_group(stage) for stage in stages]

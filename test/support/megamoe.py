@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.staging import MegaMoEReport, stage_profiles
 from sglang.srt.autotune.records.store import RecordStore
+from support.ranks import join_gloo
 
 HIDDEN, INNER, EXPERTS, TOP_K = 64, 32, 8, 2
 BOOTSTRAP = 4
@@ -71,16 +71,7 @@ class MegaRank:
 
     def __init__(self, rank: int, size: int, port: int, *, bound_s: float = 10.0) -> None:
         self.rank, self.size = rank, size
-        self.tcp_store = dist.TCPStore(
-            "127.0.0.1", port, size, rank == 0, timeout=datetime.timedelta(seconds=20), wait_for_workers=False
-        )
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("group", self.tcp_store),
-            rank=rank,
-            world_size=size,
-            timeout=datetime.timedelta(seconds=bound_s),
-        )
+        self.tcp_store = join_gloo(rank, size, port, bound_s)
         self.kernel = ReferenceMegaMoE(small_geometry(rank, size), dist.group.WORLD)
         self.bound_s, self._votes = bound_s, 0
 

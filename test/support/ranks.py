@@ -7,6 +7,7 @@ minute on two cores, forking takes a tenth of a second.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.util
 import inspect
 import multiprocessing as mp
@@ -19,6 +20,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch.distributed as dist
 
 _PRELOAD = ["pytest", "torch", "torch.distributed", "flashinfer", "flashinfer.autotuner", "support.tiny_host"]
 
@@ -37,6 +40,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def join_gloo(rank: int, size: int, port: int, bound_s: float) -> dist.TCPStore:
+    """Make the default gloo group, whose collectives wait up to `bound_s`; returns the store, which rank 0 holds."""
+    store = dist.TCPStore(
+        "127.0.0.1", port, size, rank == 0, timeout=datetime.timedelta(seconds=60), wait_for_workers=False
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=bound_s),
+    )
+    return store
 
 
 def _context() -> Any:
