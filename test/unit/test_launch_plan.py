@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
+import tqdm
 
 from sglang.srt.managers.dispatch import Dispatcher
 from sglang.srt.managers.launch_plan import plan_launch
-from sglang.srt.managers.worker_environment import share_cores
+from sglang.srt.managers.worker_environment import keep_bars_in_this_process, share_cores
 from sglang.srt.server_args import ServerArgs
 
 TORCHRUN = {
@@ -77,3 +81,14 @@ def test_a_request_goes_to_the_replica_with_the_least_to_do():
     assert dispatcher.assign("r6", 1) == 0
     assert dispatcher.assign("r7", 50) == 0
     assert dispatcher.assign("r8", 1) == 1
+
+
+def test_a_workers_bars_leave_no_semaphore_behind():
+    code = (
+        "from sglang.srt.managers.worker_environment import keep_bars_in_this_process as keep; keep();"
+        "import tqdm; list(tqdm.tqdm(range(2), disable=False)); import os; os._exit(0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "leaked" not in run.stderr
+    keep_bars_in_this_process()
+    assert isinstance(tqdm.tqdm.get_lock(), type(threading.RLock()))

@@ -9,7 +9,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from sglang.srt.managers.process_life import begin_worker_life
-from sglang.srt.managers.worker_environment import prepare_environment
+from sglang.srt.managers.worker_environment import keep_bars_in_this_process, prepare_environment
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ def run_rank(
     """The life of the process: sends its report, or `{"error": words}`, and ends."""
     begin_worker_life(parent_pid)
     prepare_environment()
+    keep_bars_in_this_process()
     from sglang.srt.utils.logs import setup_logging
 
     setup_logging(server_args.log_level)

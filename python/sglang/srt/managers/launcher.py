@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.managers.ipc import Endpoints
 from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch
 from sglang.srt.managers.process_life import begin_worker_life
-from sglang.srt.managers.worker_environment import prepare_environment, share_cores
+from sglang.srt.managers.worker_environment import keep_bars_in_this_process, prepare_environment, share_cores
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ def _run_worker(
 ) -> None:
     begin_worker_life(parent_pid)
     prepare_environment()
+    keep_bars_in_this_process()
     # Imported in the worker only: it pulls in torch, which the main process can do without.
     from sglang.srt.managers.worker import WorkerPlace, run_worker
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     if _has_prebuilt_norm():
         # With its Python compiler installed FlashInfer compiles its norms at start, for each width of the model.
         environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+
+
+def keep_bars_in_this_process() -> None:
+    """Give tqdm a lock of threads. Its own is a semaphore between processes, which a worker that ends leaves behind.
+
+    Call it after `prepare_environment`, since it imports tqdm.
+    """
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
 
 
 def share_cores(num_ranks: int, environ: MutableMapping[str, str] = os.environ) -> None:
