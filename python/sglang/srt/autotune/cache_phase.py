@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.host import Host
-from sglang.srt.autotune.plan import Phase, Step
+from sglang.srt.autotune.plan import Phase, Step, step_name
 from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
@@ -116,17 +116,17 @@ class CachePhase:
 
     def forget(self, step: Step) -> None:
         """Drop what tuning this step left in the tuner, which was neither judged nor written."""
-        flashinfer_api.drop_winners(self._keys_at(step.bucket) - self._merged.records.keys())
+        flashinfer_api.drop_winners(_entries_at(step.bucket).keys() - self._merged.records.keys())
 
     def commit(self, step: Step, report: StepReport) -> int:
         """Write the winners that the step added, and their times beside them; returns how many were added.
 
         With the times a warm start need not measure again. Nothing is written of a step before it was judged.
         """
-        fresh = self._merged.new_in(flashinfer_api.stored_entries())
-        fresh = [record for record in fresh if record.key not in self._committed]
+        entries = flashinfer_api.stored_entries()
+        fresh = [r for r in self._merged.new_in(entries) if r.key not in self._committed]
         self._committed |= {record.key for record in fresh}
-        keys = tuple(sorted(self._keys_at(step.bucket)))
+        keys = tuple(sorted(key for key in entries if _bucket(key) == step.bucket))
         entry = StepEntry(step.name, keys, default_ms=report.default_ms, tuned_ms=report.tuned_ms)
         self._store.commit(fresh, steps=[entry])
         self._report.records.tuned += len(fresh)
@@ -149,18 +149,16 @@ class CachePhase:
 
         The default is stored as the choice, so that later lookups hit it and do not count as fallbacks.
         """
-        entries = flashinfer_api.stored_entries()
-        keys = [key for key in self._keys_at(step.bucket) if (p := _parse(key)) and p.custom_op in op_names]
-        self.adopt({key: [entries[key][0], -1, *entries[key][2:]] for key in keys})
+        entries = _entries_at(step.bucket, op_names)
+        self.adopt({key: [entry[0], -1, *entry[2:]] for key, entry in entries.items()})
 
     def block(self, step: Step, op_names: Collection[str], reason: str) -> None:
         """Note this step's tactics of these ops as wrong, for FlashInfer's tuner at the next start."""
-        entries = flashinfer_api.stored_entries()
-        wrong = []
-        for key in self._keys_at(step.bucket):
-            parsed = _parse(key)
-            if parsed is not None and parsed.custom_op in op_names and entries[key][1] != -1:
-                wrong.append((parsed.custom_op, entries[key][0], entries[key][1]))
+        wrong = [
+            (parse_key(key).custom_op, entry[0], entry[1])
+            for key, entry in _entries_at(step.bucket, op_names).items()
+            if entry[1] != -1
+        ]
         if wrong:
             blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
 
@@ -178,37 +176,30 @@ class CachePhase:
             self._report.cache_path = None
             self._report.warnings.append(f"records are kept in memory only: {self._store.reason}")
 
-    def describe_covered(self, step: Step, report: StepReport) -> None:
-        """Source and stored times of a step that records answered."""
-        sources = {
-            self._merged.records[key].source
-            for key in self._keys_at(step.bucket)
-            if key in self._merged.records
-        }
-        words = sorted(_SOURCE_WORDS[source] for source in sources)
+    def describe(self, reports: Mapping[Step, StepReport], covered: Collection[Step]) -> None:
+        """What serves each step, and for those that records covered where these came from and what was measured."""
+        by_bucket: dict[int | None, dict[str, list[Any]]] = {}
+        for key, entry in flashinfer_api.stored_entries().items():
+            by_bucket.setdefault(_bucket(key), {})[key] = entry
+        for step, report in reports.items():
+            entries = by_bucket.get(step.bucket, {})
+            report.winners = {parse_key(key).custom_op: _in_words(entry) for key, entry in entries.items()}
+            if step in covered:
+                self._describe_covered(step, report, entries)
+
+    def _describe_covered(self, step: Step, report: StepReport, keys: Collection[str]) -> None:
+        records = self._merged.records
+        words = sorted({_SOURCE_WORDS[records[key].source] for key in keys if key in records})
         report.source = words[0] if len(words) == 1 else "mixed (" + ", ".join(words) + ")"
-        entry = self._merged.steps.get(step.name) or self._step_of_the_other_phase(step)
+        # Under other limits the same bucket belongs to the other phase; the times are the op's, whichever phase asks.
+        names = [step.name, *(step_name(phase, step.bucket) for phase in Phase)]
+        entry = next((self._merged.steps[name] for name in names if name in self._merged.steps), None)
         if entry is not None:
             report.default_ms, report.tuned_ms = entry.default_ms, entry.tuned_ms
-
-    def _step_of_the_other_phase(self, step: Step) -> StepEntry | None:
-        """What was measured at the same bucket under other limits: the times are the op's, whichever phase asks."""
-        names = (Step(phase, step.bucket, step.shape).name for phase in Phase)
-        return next((self._merged.steps[name] for name in names if name in self._merged.steps), None)
 
     def winners(self) -> dict[str, list[Any]]:
         """``key -> [runner, tactic]`` of everything that serving would use."""
         return {key: entry[:2] for key, entry in flashinfer_api.stored_entries().items()}
-
-    def winners_at(self, bucket: int) -> dict[str, str]:
-        """What serves a bucket, op by op, in words."""
-        described = {}
-        for key, entry in flashinfer_api.stored_entries().items():
-            parsed = _parse(key)
-            if parsed is not None and parsed.num_tokens == bucket:
-                tactic = "default" if entry[1] == -1 else str(entry[1])
-                described[parsed.custom_op] = f"{entry[0]} {tactic}"
-        return described
 
     @property
     def _sm(self) -> str:
@@ -250,15 +241,30 @@ class CachePhase:
             what = "a record" if problem["kind"] == "entry" else "a record file"
             logger.warning("FlashInfer autotune does not use %s: %s", what, problem["reason"])
 
-    def _keys_at(self, bucket: int) -> set[str]:
-        return {key for key in flashinfer_api.stored_entries() if _bucket(key) == bucket}
-
 
 def blocklist_of(cache_root: Path, sm: str) -> Blocklist:
     """Where wrong tactics are noted; known before FlashInfer's tuner exists, which reads it when it is created."""
     version = safe_part(flashinfer_api.version())
     path = cache_root / "flashinfer" / "autotune" / version / sm / "tactics_blocklist.json"
     return Blocklist(None if distrust(cache_root, path) else path)
+
+
+def _entries_at(bucket: int, op_names: Collection[str] | None = None) -> dict[str, list[Any]]:
+    """What the tuner holds at a bucket, of these ops or of all."""
+    found = {}
+    for key, entry in flashinfer_api.stored_entries().items():
+        parsed = _parse(key)
+        if (
+            parsed is not None
+            and parsed.num_tokens == bucket
+            and (op_names is None or parsed.custom_op in op_names)
+        ):
+            found[key] = entry
+    return found
+
+
+def _in_words(entry: list[Any]) -> str:
+    return f"{entry[0]} {'default' if entry[1] == -1 else entry[1]}"
 
 
 def _parse(key: str) -> RecordKey | None:

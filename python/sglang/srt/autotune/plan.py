@@ -86,6 +86,11 @@ class Shape:
         return lengths
 
 
+def step_name(phase: Phase, bucket: int) -> str:
+    """What logs, reports, journals and record files call a step."""
+    return f"{phase.value} {bucket}"
+
+
 @dataclass(frozen=True)
 class Step:
     """One bucket of the ops' grid and the forward that tunes it."""
@@ -96,7 +101,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        return f"{self.phase.value} {self.bucket}"
+        return step_name(self.phase, self.bucket)
 
 
 @dataclass(frozen=True)

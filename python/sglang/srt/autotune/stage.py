@@ -409,22 +409,20 @@ class _Stage:
         """Every step finds only records with tuning off; a lookup that falls back is counted."""
         self.agreement.announce("checking that every step finds its records")
         asked_and_skipped: set[str] = set()
+        checked: dict[Step, StepReport] = {}
         for step, step_report in self.step_reports.items():
             if step_report.source in (LEFT_OUT, OVER_BUDGET):
                 continue
-            coverage = covered.get(step)
-            if coverage is not None:
-                cache.describe_covered(step, step_report)
-            else:
-                coverage = self._coverage(step, cache, journal)
+            coverage = covered.get(step) or self._coverage(step, cache, journal)
             if coverage is None:
                 continue
+            checked[step] = step_report
             asked_and_skipped |= coverage.skipped_ops
             for fallback in coverage.fallbacks:
                 self.report.fallback_details.append(
                     FallbackReport(fallback.op_name, step.name, fallback.shapes)
                 )
-            step_report.winners = cache.winners_at(step.bucket)
+        cache.describe(checked, covered)
         self.report.fallbacks = len(self.report.fallback_details)
         never = [op for op in self.settings.skip_ops if op not in asked_and_skipped]
         self.report.skipped_ops["never_asked"] = never
