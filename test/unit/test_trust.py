@@ -22,10 +22,12 @@ import sglang.srt.autotune
 from sglang.srt.autotune import flashinfer_api, session, stage, timer
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.blocklist import Blocklist
+from sglang.srt.autotune.cache_phase import CachePhase
 from sglang.srt.autotune.cpu_tuner import CpuProfiler, choose
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
-from sglang.srt.autotune.plan import bucket_grid
+from sglang.srt.autotune.plan import bucket_grid, make_plan
 from sglang.srt.autotune.report import StageReport
+from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.verify import edges
 from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoE
 from support.forks import NOBODY
@@ -91,6 +93,24 @@ def test_records_that_a_forward_cannot_run_with_are_dropped_told_and_tuned_anew(
     assert "tactic 3 needs another GPU" in report.records.rejected[0]["reason"]
     assert "cannot be run" in caplog.text
     assert start(tmp_path, host_with(runner)).records.rejected == []
+
+
+def test_dropping_the_records_of_one_bucket_keeps_what_was_tuned_at_another(tmp_path):
+    start(tmp_path, include_prefill=False)
+    AutoTuner.get().clear_cache()
+    host, report = TinyHost(), StageReport()
+    cache = CachePhase(host, StageSettings(cache_root=tmp_path), report)
+    cache.load()
+    probe = host.op_probe(16)
+    inputs = [probe._hidden, probe._ids, probe._weights, host.w13, host.w2]
+    op = host.runner.op
+    live = flashinfer_api.file_winner(OP_NAME, op.runners[0], op.config, inputs, 2)
+    step = next(step for step in make_plan(host.limits).steps if step.bucket == 4)
+    assert cache.reject(step, "cannot be run")
+    stored = flashinfer_api.stored_entries()
+    assert stored[live][1] == 2, "serving would lose a choice that this start made"
+    assert not [key for key in stored if "((4, 16)" in key]
+    assert len([key for key in stored if "((1, 16)" in key or "((2, 16)" in key]) == 2
 
 
 def test_a_step_that_broke_a_start_is_left_out_together_with_its_records(tmp_path):

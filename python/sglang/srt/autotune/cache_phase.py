@@ -95,10 +95,15 @@ class CachePhase:
         return sorted(key for key, record in self._merged.records.items() if record.source == "given")
 
     def reload_without(self, buckets: Collection[int], keep: Collection[str] = ()) -> None:
-        """Drop the records of buckets that some coupled rank must tune, except ``keep``, which every rank holds."""
+        """Drop the records of buckets that some coupled rank must tune, except ``keep``, which every rank holds.
+
+        The tuner can only forget all at once; what was tuned at other buckets by then is given back to it.
+        """
+        tuned = self._merged.new_in(flashinfer_api.stored_entries())
         self._merged = self._merged.without_buckets(buckets, keep)
         flashinfer_api.forget_everything()
-        self._load_into_tuner(self._merged)
+        kept = {record.key: record for record in tuned if _bucket(record.key) not in buckets}
+        self._load_into_tuner(RecordSet({**self._merged.records, **kept}, self._merged.namespaces))
 
     def reject(self, step: Step, reason: str) -> bool:
         """Drop the records that a step's forward cannot run with; False when there are none to blame."""
