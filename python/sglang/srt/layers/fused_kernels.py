@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang.srt.utils.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -50,7 +52,7 @@ def fused_kernels(device: torch.device) -> FusedKernels | None:
         )
         _run_once(kernels, device)
     except Exception as error:  # missing libraries, modules that neither load nor build
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+        reason = first_line(error)
         logger.warning(
             "Norm, rotary and activation run in plain torch: FlashInfer's kernels fail (%s)", reason
         )

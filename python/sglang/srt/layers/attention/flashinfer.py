@@ -18,6 +18,7 @@ from sglang.srt.layers.attention.flashinfer_kernels import FLAG, INSTEAD, PagedK
 from sglang.srt.layers.attention.paged_metadata import PagedMetadata
 from sglang.srt.mem_cache.memory_pool import KVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
+from sglang.srt.utils.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ class FlashInferAttention(AttentionBackend):
             except torch.cuda.OutOfMemoryError:
                 raise
             except Exception as error:  # a module is loaded or built by the first call into it
-                reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+                reason = first_line(error)
                 raise ValueError(
                     f"{FLAG}: the {mode.value} kernel for heads of {kernels.head_dim} and a {kernels.kv_dtype} cache "
                     f"neither loads nor builds ({reason}); install the matching flashinfer-jit-cache wheel, or "

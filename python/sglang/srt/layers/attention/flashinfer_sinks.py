@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.utils.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 WRAPPER = "BatchAttentionWithAttentionSinkWrapper"
@@ -75,7 +77,7 @@ class SinkWrappers:
         except (
             Exception
         ) as error:  # an older release, no compiler, a compiler's error: all mean the other way
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+            reason = first_line(error)
             logger.warning(
                 "Attention sinks are applied after FlashInfer's ordinary kernels: its own with sinks fail (%s)",
                 reason,

@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
+from sglang.srt.utils.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +147,7 @@ class FlashInferCutlassMoERunner(MoERunner):
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # the module is loaded or built by the first call into it
-            reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+            reason = first_line(error)
             raise ValueError(
                 f"{FLAG}: FlashInfer's fused MoE module neither loads nor builds ({reason}); install the matching "
                 "flashinfer-jit-cache wheel, or use --moe-runner-backend torch_grouped"

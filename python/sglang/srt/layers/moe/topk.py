@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from sglang.srt.utils.errors import first_line
+
 logger = logging.getLogger(__name__)
 
 Selector = Callable[[torch.Tensor, int, bool], tuple[torch.Tensor, torch.Tensor]]
@@ -44,7 +46,7 @@ def expert_selector(device: torch.device) -> Selector:
         route(torch.zeros(2, 8, device=device), 2, True)
         torch.cuda.synchronize(device)
     except Exception as error:  # Triton is missing, or finds no compiler for its launcher
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+        reason = first_line(error)
         logger.warning("Routing runs in plain torch: the Triton kernel fails (%s)", reason)
         return select_experts
     return route
