@@ -32,9 +32,10 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.autotune import flashinfer_api
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed.parallel_state import ParallelState, initialize
 from sglang.srt.managers.io_struct import BatchTokenOutput, Shutdown, TokenizedRequest, WorkerMessage
-from sglang.srt.managers.worker import create_scheduler, read_model_config
+from sglang.srt.managers.worker import create_scheduler
 from sglang.srt.managers.worker_environment import prepare_environment
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.managers.worker_environment import prepare_environment
 from sglang.srt.model_executor.decode_graphs import covering_size
@@ -41,13 +41,7 @@ def start_runner(model_path: str, device: str, **flags: object) -> ModelRunner:
         "max_total_tokens": 16384,
     }
     args = ServerArgs(model_path=model_path, **{**defaults, **flags})  # type: ignore[arg-type]
-    config = ModelConfig.from_path(
-        args.model_path,
-        overrides=args.model_overrides,
-        dtype=args.dtype_on(device),
-        context_length=args.context_length,
-        quantization=args.quantization,
-    )
+    config = read_model_config(args, device)
     return ModelRunner(args, config, ParallelState.single())
 
 

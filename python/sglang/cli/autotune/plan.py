@@ -13,8 +13,8 @@ from sglang.cli.autotune.preview import Preview, RankRecords, make_preview
 from sglang.srt.autotune.estimate import estimate
 from sglang.srt.autotune.gpus import GpuModel, gpu_here, gpu_named, gpu_names
 from sglang.srt.autotune.plan import Limits
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.parallel_sizes import check_parallel_sizes
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logs import setup_logging
@@ -42,13 +42,7 @@ def main(argv: Sequence[str]) -> int:
     own, args = split_arguments(parser(), argv)
     gpu = choose_gpu(own.gpu, args)
     device = "cpu" if gpu is None else "cuda"
-    config = ModelConfig.from_path(
-        args.model_path,
-        overrides=args.model_overrides,
-        dtype=args.dtype_on(device),
-        context_length=args.context_length,
-        quantization=args.quantization,
-    )
+    config = read_model_config(args, device)
     check_parallel_sizes(args, config)
     preview = with_estimate(make_preview(args, config, gpu))
     if own.json:

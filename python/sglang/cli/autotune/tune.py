@@ -14,7 +14,7 @@ from typing import Any
 from sglang.cli.autotune.arguments import own_parser, split_arguments
 from sglang.cli.autotune.tune_rank import run_rank
 from sglang.cli.errors import INTERRUPTED, START_ERROR
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
 from sglang.srt.launch_checks import check_launch
 from sglang.srt.managers.launch_plan import plan_launch
@@ -44,13 +44,7 @@ def main(argv: Sequence[str]) -> int:
     _, args = split_arguments(parser(), argv)
     if args.disable_flashinfer_autotune:
         raise ValueError("--disable-flashinfer-autotune leaves nothing to do here: leave it out")
-    config = ModelConfig.from_path(
-        args.model_path,
-        overrides=args.model_overrides,
-        context_length=args.context_length,
-        quantization=args.quantization,
-    )
-    check_launch(args, config)
+    check_launch(args, read_model_config(args))
     setup_logging(args.log_level)
     try:
         # Graphs do not change what is tuned, and nobody will replay them.

@@ -48,8 +48,9 @@ def run_rank(
 def _tune(server_args: ServerArgs, rank: int, gpu_id: int, init_method: str) -> dict:
     import torch
 
+    from sglang.srt.configs.served_model import read_model_config
     from sglang.srt.distributed import parallel_state
-    from sglang.srt.managers.worker import rank_label, read_model_config, take_gpu
+    from sglang.srt.managers.worker import rank_label, take_gpu
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.utils.device import resolved_device
     from sglang.srt.utils.logs import setup_logging

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.entrypoints.engine_core import EngineCore
 from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.native.generate import GenerateCall, Output
@@ -60,12 +60,7 @@ class Engine:
         if server_args is not None and flags:
             raise ValueError(f"server_args holds all flags: leave out {', '.join(flags)}")
         self.server_args = server_args or ServerArgs(**{"log_level": "error", **_built(flags)})
-        self._model_config = ModelConfig.from_path(
-            self.server_args.model_path,
-            overrides=self.server_args.model_overrides,
-            context_length=self.server_args.context_length,
-            quantization=self.server_args.quantization,
-        )
+        self._model_config = read_model_config(self.server_args)
         check_launch(self.server_args, self._model_config)
         self._plan = plan_launch(self.server_args)
         if len(self._plan.ranks) != self.server_args.world_size:

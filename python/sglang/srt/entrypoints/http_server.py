@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from sglang.srt.autotune.metrics import register as register_autotune_metrics
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.entrypoints.app import build_app
 from sglang.srt.entrypoints.engine_core import WORKER_GRACE_S, EngineCore
 from sglang.srt.entrypoints.engine_status import EngineStatus
@@ -39,12 +40,7 @@ def launch_server(server_args: ServerArgs) -> int:
 
     Raises `ValueError` for a wrong argument, an occupied port included, before any process is started.
     """
-    model_config = ModelConfig.from_path(
-        server_args.model_path,
-        overrides=server_args.model_overrides,
-        context_length=server_args.context_length,
-        quantization=server_args.quantization,
-    )
+    model_config = read_model_config(server_args)
     check_launch(server_args, model_config)
     plan = plan_launch(server_args)
     if not plan.serves_http:

@@ -14,7 +14,7 @@ import torch
 
 from sglang.srt.autotune.agreement import AgreementError
 from sglang.srt.autotune.stage import is_peer_failure
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.executor import ModelExecutor
 from sglang.srt.managers.io_struct import Fatal, Ready, StartupProgress
@@ -147,17 +147,6 @@ def take_gpu(device: torch.device) -> None:
             "spread the ranks over machines with --nnodes"
         )
     torch.cuda.set_device(device)
-
-
-def read_model_config(server_args: ServerArgs, device: str) -> ModelConfig:
-    """The served model's configuration on `device` ("cuda" or "cpu")."""
-    return ModelConfig.from_path(
-        server_args.model_path,
-        overrides=server_args.model_overrides,
-        dtype=server_args.dtype_on(device),
-        context_length=server_args.context_length,
-        quantization=server_args.quantization,
-    )
 
 
 def _server_info(runner: ModelRunner, device_name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -20,13 +20,7 @@ from sglang.srt.utils.device import resolved_device
 def build_runner(args: ServerArgs) -> ModelRunner:
     """The model runner of a process that is alone, as a server's worker would build it."""
     device = resolved_device(args.device)
-    config = ModelConfig.from_path(
-        args.model_path,
-        overrides=args.model_overrides,
-        dtype=args.dtype_on(device),
-        context_length=args.context_length,
-        quantization=args.quantization,
-    )
+    config = read_model_config(args, device)
     if device == "cuda":
         torch.cuda.set_device(0)
     return ModelRunner(args, config, ParallelState.single())
