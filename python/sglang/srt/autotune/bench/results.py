@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from sglang.srt.autotune.records.files import replace_file
 
 SCHEMA = 1
 _PACKAGES = (
@@ -49,9 +50,7 @@ class ResultFolder:
             "result": dict(result),
         }
         file = self._file(piece)
-        scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-        scratch.write_text(json.dumps(document, indent=1) + "\n")
-        os.replace(scratch, file)
+        replace_file(file, (json.dumps(document, indent=1) + "\n").encode(), durable=False)
         return file
 
     def _file(self, piece: str) -> Path:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang.srt.autotune.megamoe.env_guard import KNOB_CACHE_VARIABLE
 from sglang.srt.autotune.records.document import read_json_object
+from sglang.srt.autotune.records.files import replace_file
 
 VERSION = 1
 _OFF_WORDS = ("0", "off", "none", "disable", "disabled")
@@ -97,9 +97,8 @@ def record(
 
 def _replace(path: Path, entries: Sequence[Mapping[str, Any]], version: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    scratch.write_text(json.dumps({"version": version, "entries": list(entries)}, indent=1))
-    os.replace(scratch, path)
+    content = json.dumps({"version": version, "entries": list(entries)}, indent=1)
+    replace_file(path, content.encode(), durable=False)
 
 
 def _matching(path: Path | None, fields: Mapping[str, Any]) -> list[dict[str, Any]]:
