@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_rules import check_backends
 from sglang.srt.utils.device import has_nvidia_driver
 
 
@@ -18,4 +17,4 @@ def check_launch(args: ServerArgs, config: ModelConfig) -> None:
     if args.device == "cuda":
         raise ValueError("--device cuda: this machine shows no GPU; use --device cpu or leave --device out")
     if args.device == "auto":
-        replace(args, device="cpu")  # what auto means here: the rules for the CPU hold
+        check_backends(args, "cpu")  # what auto means here

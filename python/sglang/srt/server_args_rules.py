@@ -38,7 +38,7 @@ def check_rules(args: ServerArgs) -> None:
     _check_numbers(args)
     _check_parallel_sizes(args)
     _check_nodes(args)
-    _check_backends(args)
+    check_backends(args, args.device)
     _check_megamoe(args)
     _check_files(args)
 
@@ -85,8 +85,9 @@ def _check_nodes(args: ServerArgs) -> None:
         raise ValueError("--nnodes above 1 needs --dist-init-addr HOST:PORT, an address of node 0")
 
 
-def _check_backends(args: ServerArgs) -> None:
-    if args.device != "cpu":
+def check_backends(args: ServerArgs, device: str) -> None:
+    """Refuse kernels that need a GPU where `device`, a value of `--device`, is the CPU."""
+    if device != "cpu":
         return
     for name, value in (
         ("--attention-backend", args.attention_backend),
