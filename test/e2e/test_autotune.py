@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sglang.srt.layers.moe.reference import OP_NAME
+from sglang.srt.layers.moe.portfolio import OP_NAME
 
 # Limits small enough that a cold start takes seconds.
 QUICK = ("--max-running-requests", "16", "--chunked-prefill-size", "256")

@@ -24,7 +24,7 @@ from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.plan import Shape
 from sglang.srt.autotune.records.document import Document, read_document
 from sglang.srt.autotune.records.store import RecordStore
-from sglang.srt.layers.moe.reference import OP_NAME
+from sglang.srt.layers.moe.portfolio import OP_NAME
 from support.forks import fork, join, run_as_ordinary_user
 from support.tiny_host import TinyHost, start
 

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.identity import Topology
 from sglang.srt.autotune.plan import Limits
+from sglang.srt.autotune.records.record import with_runner
 from sglang.srt.autotune.records.store import RecordStore
-from sglang.srt.layers.moe.reference import OP_NAME
+from sglang.srt.layers.moe.portfolio import OP_NAME
 from support.ranks import free_port, join_gloo, results_of, run_ranks
 from support.tiny_host import TinyHost, start
 
@@ -252,10 +254,10 @@ def jittery(rank, size, port, root, seed):
     me = Rank(rank, size, port)
     noise = random.Random(1000 * seed + rank)
 
-    def noisy_time(self, runner, tactic, inputs, kwargs):
-        return 1.0 + 0.001 * (int(tactic) % 3) + noise.uniform(-0.05, 0.05)
+    def noisy_time(self, candidate, inputs, kwargs, best_s):
+        return 1.0 + 0.001 * (int(candidate.tactic) % 3) + noise.uniform(-0.05, 0.05)
 
-    CpuProfiler._time_s = noisy_time
+    CpuProfiler.time_s = noisy_time
     results = []
     for attempt in range(10):
         results.append(me.start(f"{root}/{attempt}", verify="off")["winners"])
@@ -292,7 +294,8 @@ def own_experts(rank, size, port, root):
     me = Rank(rank, size, port)
     host = me.host()
     extras = host.runner.op.runners[0].get_cache_key_extras
-    host.runner.op.runners[0].get_cache_key_extras = lambda inputs: (*extras(inputs), f"ep{rank}")
+    for runner in host.runner.op.runners:
+        runner.get_cache_key_extras = lambda inputs: (*extras(inputs), f"ep{rank}")
     return me.start(root, host)
 
 
@@ -305,6 +308,11 @@ def test_ranks_with_different_experts_keep_different_records_across_restarts(tmp
     assert [path.read_bytes() for path in files(tmp_path)] == before
 
 
+def of_another_runner(record):
+    other = "DenseMoE" if record.runner == "SortedMoE" else "SortedMoE"
+    return replace(record, key=with_runner(record.key, other), runner=other, tactic=1)
+
+
 def different_winners(rank, size, port, root):
     me = Rank(rank, size, port)
     path = me.start(root)["cache_path"]
@@ -312,8 +320,7 @@ def different_winners(rank, size, port, root):
         environment = flashinfer_api.environment()
         store = RecordStore(path, environment)
         records = list(store.load().records.values())
-        changed = [r.__class__(**{**vars(r), "tactic": 3 if r.tactic != 3 else 2}) for r in records[:2]]
-        store.commit(changed)
+        store.commit([of_another_runner(record) for record in records[:2]])
     me.agreement.gather("edited", True)
     first = me.start(root)
     second = me.start(root)
@@ -336,14 +343,15 @@ def given_to(rank, size, port, root, path, ranks):
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
 def test_a_given_record_stands_only_where_every_rank_was_given_it(tmp_path, ranks):
     (key, *_), stamp = all_start(2, tmp_path / "a")[0]["winners"], flashinfer_api.environment()
+    key = with_runner(key, "DenseMoE")
     given = tmp_path / "given.json"
-    given.write_text(json.dumps({"_metadata": stamp, key: ["ReferenceMoE", 3]}))
+    given.write_text(json.dumps({"_metadata": stamp, key: ["DenseMoE", 1]}))
     reports = all_start(2, tmp_path / "b", given_to, str(given), ranks)
     same_everywhere(reports, "winners")
     same_everywhere(reports, "collectives")
     assert [report["profiles_tuned"] for report in reports] == [NUM_STEPS - (len(ranks) == 2)] * 2
     if len(ranks) == 2:
-        assert reports[0]["winners"][key][1] == 3
+        assert reports[0]["winners"][key] == ["DenseMoE", 1]
 
 
 def killed_at(rank, size, port, root, victim, step):

@@ -271,8 +271,8 @@ def test_merge_refuses_what_does_not_say_where_it_was_measured(path, capsys, tmp
 def test_pin_and_unpin(path, capsys):
     told = output(capsys, "pin", path, "--op", "gemm1")
     assert told.splitlines() == [
-        "gemm1 at 8 tokens, tactic [128, 4]: pinned",
-        "gemm1 at 16 tokens, tactic 7: already pinned",
+        "gemm1 at 8 tokens, tactic [128, 4] of MoERunner: pinned",
+        "gemm1 at 16 tokens, tactic 7 of MoERunner: already pinned",
     ]
     assert RecordStore(path, ENVIRONMENT).load().records[key_of("gemm1", 8)].pinned
     RecordStore(path, ENVIRONMENT).commit([record("gemm1", 8, 55)])

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "test" / "fixtures" / "models"
 QWEN3, NVFP4 = ["--model-path", str(MODELS / "qwen3_30b_a3b")], MODELS / "qwen3_30b_a3b_nvfp4"
 KIMI_PP8 = ["--model-path", str(MODELS / "kimi_k3"), "--pp-size", "8", "--chunked-prefill-size", "16384"]
-KEY = "('sglang::reference_moe', 'ReferenceMoE', ((8, 2048), (8, 8), (8, 8)), ())"
+KEY = "('sglang::moe', 'ReferenceMoE', ((8, 2048), (8, 8), (8, 8)), ())"
 
 
 def plan_json(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:

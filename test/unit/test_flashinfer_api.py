@@ -9,7 +9,8 @@ from flashinfer.autotuner import AutoTuner
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.layers.moe.base import MoEShape
-from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoERunner
+from sglang.srt.layers.moe.portfolio import OP_NAME
+from sglang.srt.layers.moe.reference import ReferenceMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 
 
@@ -63,10 +64,10 @@ def test_a_lookup_without_a_record_is_counted_as_a_fallback_with_its_op_and_key(
 
 def test_a_filed_winner_serves_its_whole_bucket_and_only_it(moe):
     runner, inputs = moe
-    file_winner(runner, inputs(4), 2)
+    file_winner(runner, inputs(4), 1)
     with flashinfer_api.observed() as lookups:
         for num_tokens in (3, 4):
-            assert runner.op.choose(inputs(num_tokens))[1] == 2
+            assert runner.op.choose(inputs(num_tokens))[1] == 1
         assert not lookups.fallbacks
         assert runner.op.choose(inputs(5))[1] == -1
     assert len(lookups.fallbacks) == 1
@@ -76,13 +77,38 @@ def test_winners_come_out_and_go_in_through_flashinfers_own_file(moe, tmp_path):
     runner, inputs = moe
     key = file_winner(runner, inputs(8), 1)
     entries = flashinfer_api.stored_entries()
-    assert entries[key][:2] == ["ReferenceMoE", 1]
+    assert entries[key][:2] == ["SortedMoE", 1]
     path = tmp_path / "records.json"
     path.write_text(json.dumps({"_metadata": flashinfer_api.environment(), **entries}))
     flashinfer_api.forget_everything()
     assert flashinfer_api.stored_entries() == {}
     assert flashinfer_api.load_records(path)
     assert runner.op.choose(inputs(7))[1] == 1
+
+
+def test_one_question_has_one_live_winner_whichever_runner_it_names(moe):
+    runner, inputs = moe
+    first, second = runner.op.runners
+    for winner, tactic in ((first, 1), (second, 0), (first, 0), (second, 1)):
+        key = flashinfer_api.file_winner(OP_NAME, winner, runner.op.config, inputs(8), tactic)
+        assert runner.op.choose(inputs(7)) == (winner, tactic)
+        assert set(flashinfer_api.stored_entries()) == {key}
+
+
+def test_a_live_winner_stands_over_a_loaded_record_of_any_runner(moe, tmp_path):
+    runner, inputs = moe
+    first, second = runner.op.runners
+    for loaded, live in ((first, second), (second, first)):
+        flashinfer_api.forget_everything()
+        flashinfer_api.file_winner(OP_NAME, loaded, runner.op.config, inputs(8), 0)
+        path = tmp_path / "records.json"
+        stamp = flashinfer_api.environment()
+        path.write_text(json.dumps({"_metadata": stamp, **flashinfer_api.stored_entries()}))
+        flashinfer_api.forget_everything()
+        assert flashinfer_api.load_records(path)
+        key = flashinfer_api.file_winner(OP_NAME, live, runner.op.config, inputs(8), 1)
+        assert runner.op.choose(inputs(8)) == (live, 1)
+        assert set(flashinfer_api.stored_entries()) == {key}
 
 
 def test_records_of_another_environment_are_refused(moe, tmp_path):

@@ -155,8 +155,10 @@ def test_every_reference_implementation_computes_the_experts_of_gpt_oss(shape, n
     weights = moe_weights(shape, CPU)
     expected = float32_moe(shape, hidden, ids, scales, *weights)
     inputs = [hidden, runner.shape.local_expert_ids(ids), scales, *weights]
-    for tactic in range(len(IMPLEMENTATIONS)):
-        torch.testing.assert_close(runner.op.runners[0].forward(inputs, tactic), expected)
+    tactics = [(one, tactic) for one in runner.op.runners for tactic in range(len(one.implementations))]
+    assert len(tactics) == len(IMPLEMENTATIONS)
+    for one, tactic in tactics:
+        torch.testing.assert_close(one.forward(inputs, tactic), expected)
 
 
 def test_records_of_other_experts_have_other_keys_and_those_of_plain_ones_keep_theirs():

@@ -39,7 +39,7 @@ def test_a_start_that_tuned_leaves_its_report_beside_the_records(tmp_path):
     report = start(tmp_path)
     kept = Path(report.cache_path).with_name(REPORT_NAME)
     assert json.loads(kept.read_text()) == json.loads(json.dumps(report.to_json()))
-    assert report.engine["ops"] == ["sglang::reference_moe"] and report.engine["device"] == "cpu"
+    assert report.engine["ops"] == ["sglang::moe"] and report.engine["device"] == "cpu"
 
 
 def test_a_warm_start_writes_only_the_file_that_was_asked_for(tmp_path):

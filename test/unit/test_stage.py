@@ -11,9 +11,11 @@ from flashinfer.autotuner import AutoTuner
 from sglang.srt.autotune import cache_phase, flashinfer_api
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.plan import Limits
+from sglang.srt.autotune.records.record import with_runner
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.autotune.stage import StepFailed
-from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoE
+from sglang.srt.layers.moe.portfolio import OP_NAME
+from sglang.srt.layers.moe.reference import ReferenceMoE
 from support.tiny_host import TinyHost, start
 
 STEPS = ["decode 1", "decode 2", "decode 4", "prefill 16", "prefill 8"]
@@ -161,12 +163,16 @@ def test_a_given_record_stands_over_the_users_and_is_not_tuned(tmp_path):
     first = start(tmp_path)
     (key,) = [key for key in stored_keys(first) if "((4, 16)" in key]
     given = tmp_path / "given.json"
-    given.write_text(json.dumps({"_metadata": flashinfer_api.environment(), key: ["ReferenceMoE", 3]}))
+    other = "DenseMoE" if "SortedMoE" in key else "SortedMoE"
+    document = {"_metadata": flashinfer_api.environment(), with_runner(key, other): [other, 1]}
+    given.write_text(json.dumps(document))
     report = start(tmp_path, given_records=(given,))
     assert report.profiles_tuned == 0
     assert report.records.given == 1 and report.records.user == 4
-    assert {s.winners[OP_NAME] for s in report.steps if s.num_tokens == 4} == {"ReferenceMoE 3"}
+    assert {s.winners[OP_NAME] for s in report.steps if s.num_tokens == 4} == {f"{other} 1"}
     assert sources(report)["decode 4"] == "given"
+    (words,) = report.records.superseded
+    assert words.startswith(f"given record {other} 1 stands over user record ")
     assert sources(start(tmp_path))["decode 4"] == "user", "what was given never ends in the user's file"
 
 

@@ -23,13 +23,16 @@ from sglang.srt.autotune import flashinfer_api, session, stage, timer
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.cache_phase import CachePhase
-from sglang.srt.autotune.cpu_tuner import CpuProfiler, choose
+from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.plan import bucket_grid, make_plan
+from sglang.srt.autotune.profiler import choose
 from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.verify import edges
-from sglang.srt.layers.moe.reference import OP_NAME, ReferenceMoE
+from sglang.srt.layers.moe.portfolio import OP_NAME
+from sglang.srt.layers.moe.reference import DenseMoE, ReferenceMoE, SortedMoE
+from sglang.srt.layers.moe.tuned_op import TunedOp
 from support.forks import NOBODY
 from support.tiny_host import TinyHost, start
 
@@ -187,6 +190,97 @@ def test_where_neither_output_is_finite_nothing_is_blamed(tmp_path, monkeypatch)
     assert not list(tmp_path.rglob("tactics_blocklist.json"))
 
 
+class WrongDense(DenseMoE):
+    """The second runner of an op, wrong with tactic 1."""
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        out = super().forward(inputs, tactic, do_preparation, **kwargs)
+        return out * 2 if tactic == 1 else out
+
+
+def host_of_two() -> TinyHost:
+    host = TinyHost()
+    host.runner.op.runners = [SortedMoE(), WrongDense()]
+    return host
+
+
+def file_second_runner(monkeypatch: pytest.MonkeyPatch, tactic: int, times_ms: dict[str, float]) -> None:
+    """Tuning that always finds the second runner fastest; the guard's clock says ``times_ms`` by default and tuned."""
+    monkeypatch.setattr(
+        CpuProfiler,
+        "ensure_tuned",
+        lambda self, op_name, runners, config, inputs, kwargs: (
+            flashinfer_api.lookup(op_name, runners, config, inputs)
+            or flashinfer_api.file_winner(op_name, runners[1], config, inputs, tactic)
+        ),
+    )
+
+    def measure_ms(self, run):
+        with flashinfer_api.observed() as lookups:
+            run()
+        return times_ms["default" if lookups.skipped_ops else "tuned"]
+
+    monkeypatch.setattr(timer.OpTimer, "measure_ms", measure_ms)
+
+
+def test_a_wrong_winner_of_another_runner_goes_back_to_the_first_and_is_blocked_under_its_name(
+    tmp_path, monkeypatch
+):
+    file_second_runner(monkeypatch, 1, {"default": 1.0, "tuned": 1.0})
+    report = start(tmp_path, host_of_two())
+    assert {step.winners[OP_NAME] for step in report.steps} == {"SortedMoE default"}
+    assert report.fallbacks == 0 and all("back to the default" in step.note for step in report.steps)
+    (blocklist,) = tmp_path.rglob("tactics_blocklist.json")
+    assert Blocklist(blocklist).read() == {f"{OP_NAME}::WrongDense": [1]}
+    keys = [key for key in json.loads(Path(report.cache_path).read_text()) if not key.startswith("_")]
+    assert len(keys) == 5 and all("'SortedMoE'" in key for key in keys)
+    assert start(tmp_path, host_of_two()).profiles_tuned == 0
+
+
+def test_a_slower_winner_of_another_runner_goes_back_to_the_first_and_is_not_blocked(tmp_path, monkeypatch):
+    file_second_runner(monkeypatch, 0, {"default": 1.0, "tuned": 2.0})
+    report = start(tmp_path, host_of_two())
+    assert {step.winners[OP_NAME] for step in report.steps} == {"SortedMoE default"}
+    assert all("slower than the default" in step.note for step in report.steps)
+    assert not list(tmp_path.rglob("tactics_blocklist.json"))
+    assert start(tmp_path, host_of_two()).profiles_tuned == 0
+
+
+class Outer(DenseMoE):
+    """A runner that asks the tuner for an op of its own, whose tactic 1 is wrong."""
+
+    nested_ops = ("inner::op",)
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+        out = super().forward(inputs, 0, do_preparation, **kwargs)
+        return out * 2 if self._inner.choose(inputs)[1] == 1 else out
+
+
+def test_a_wrong_tactic_of_an_inner_op_is_blamed_and_not_the_runner_that_calls_it(tmp_path, monkeypatch):
+    host = TinyHost()
+    inner = TunedOp("inner::op", [SortedMoE()], 16, 3)
+    host.runner.op.runners = [SortedMoE(), Outer(inner)]
+    host.op_names = (OP_NAME, "inner::op")
+    file_second_runner(monkeypatch, 0, {"default": 1.0, "tuned": 1.0})
+    tune = CpuProfiler.ensure_tuned
+
+    def tune_both(self, op_name, runners, config, inputs, kwargs):
+        tune(self, op_name, runners, config, inputs, kwargs)
+        if not flashinfer_api.lookup("inner::op", inner.runners, inner.config, inputs):
+            flashinfer_api.file_winner("inner::op", inner.runners[0], inner.config, inputs, 1)
+
+    monkeypatch.setattr(CpuProfiler, "ensure_tuned", tune_both)
+    report = start(tmp_path, host)
+    assert {step.winners[OP_NAME] for step in report.steps} == {"SortedMoE default"}
+    assert all("inner::op" not in step.winners for step in report.steps), "nobody asks for it there"
+    (blocklist,) = tmp_path.rglob("tactics_blocklist.json")
+    assert Blocklist(blocklist).read() == {"inner::op::SortedMoE": [1]}
+
+
 class WrongAtAnEdge(ReferenceMoE):
     """Tactic 2 is wrong at ``size`` tokens alone."""
 
@@ -238,7 +332,7 @@ def test_times_that_are_none_leave_the_default_and_break_nothing(tmp_path, monke
     monkeypatch.setattr(session, "CpuProfiler", functools.partial(CpuProfiler, clock=clock))
     report = start(tmp_path)
     assert report.status == "completed" and report.fallbacks == 0
-    assert {step.winners[OP_NAME] for step in report.steps} == {"ReferenceMoE default"}
+    assert {step.winners[OP_NAME] for step in report.steps} == {"SortedMoE default"}
     assert all(step.tuned_ms is None for step in report.steps)
     json.dumps(report.to_json(), allow_nan=False)
     assert start(tmp_path).profiles_tuned == 0
@@ -328,12 +422,12 @@ def test_a_blocklist_that_the_user_named_stands(tmp_path, monkeypatch):
     path = tmp_path / "list.json"
     content = {
         "_metadata": flashinfer_api.environment(),
-        "invalid_tactics": {f"{OP_NAME}::ReferenceMoE": [0, 1, 2, 3]},
+        "invalid_tactics": {f"{OP_NAME}::{runner}": [0, 1] for runner in ("SortedMoE", "DenseMoE")},
     }
     path.write_text(json.dumps(content))
     monkeypatch.setenv(flashinfer_api.BLOCKLIST_VARIABLE, str(path))
     report = start(tmp_path / "root")
-    assert {step.winners[OP_NAME] for step in report.steps} == {"ReferenceMoE default"}
+    assert {step.winners[OP_NAME] for step in report.steps} == {"SortedMoE default"}
 
 
 def test_what_another_build_found_wrong_is_set_aside_not_taken_over(tmp_path):

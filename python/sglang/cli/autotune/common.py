@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.autotune.records.document import Document, RejectedFile, printable, read_document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
-from sglang.srt.autotune.records.record import Record, RecordKey, Tactic, parse_key, tactic_to_json
+from sglang.srt.autotune.records.record import Record, RecordKey, parse_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,11 +94,6 @@ def op_of(record: Record) -> str:
 def bucket_of(record: Record) -> str:
     key = key_of(record)
     return str(key.num_tokens) if key and key.num_tokens else "-"
-
-
-def tactic_words(tactic: Tactic) -> str:
-    """The tactic as JSON; FlashInfer's -1 is its default."""
-    return "default" if tactic == -1 else json.dumps(tactic_to_json(tactic))
 
 
 def milliseconds(value: float | None) -> str:

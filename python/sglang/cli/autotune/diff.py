@@ -16,11 +16,10 @@ from sglang.cli.autotune.common import (
     print_json,
     print_table,
     read_records,
-    tactic_words,
 )
 from sglang.srt.autotune.records.document import Document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
-from sglang.srt.autotune.records.record import Record
+from sglang.srt.autotune.records.record import Record, by_question, describe_choice, question_of
 from sglang.srt.flags import FlagParser
 
 
@@ -49,9 +48,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _record_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:
-    both = {**old.records, **new.records}
-    for record in by_op_and_bucket(both.values()):
-        before, after = old.records.get(record.key), new.records.get(record.key)
+    old_answers, new_answers = by_question(old.records.values()), by_question(new.records.values())
+    for record in by_op_and_bucket({**old_answers, **new_answers}.values()):
+        question = question_of(record.key)
+        before, after = old_answers.get(question), new_answers.get(question)
         if before is None or after is None:
             change = "added" if before is None else "removed"
         elif before.same_choice(after):
@@ -71,13 +71,13 @@ def _record_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:
 
 
 def _num_common(old: Document, new: Document) -> int:
-    """Keys that both files hold, those of namespaces included."""
+    """Questions that both files answer, the keys of namespaces included."""
     both = sum(len({*new.namespaces.get(name, {})} & {*entries}) for name, entries in old.namespaces.items())
-    return len(old.records.keys() & new.records.keys()) + both
+    return len(set(map(question_of, old.records)) & set(map(question_of, new.records))) + both
 
 
 def _choice(record: Record | None) -> str | None:
-    return None if record is None else f"{record.runner} {tactic_words(record.tactic)}"
+    return None if record is None else describe_choice(record.runner, record.tactic)
 
 
 def _environment_changes(old: Document, new: Document) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from sglang.cli.autotune.common import (
 )
 from sglang.srt.autotune.records.document import Document, read_json_object
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS, WILDCARD
-from sglang.srt.autotune.records.record import Record
+from sglang.srt.autotune.records.record import Record, by_question
 from sglang.srt.autotune.records.seeds import Seed, read_seed, write_seed
 from sglang.srt.autotune.records.store import utc_now
 from sglang.srt.flags import FlagParser
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--any needs --because: the reason why those fields cannot change these kernels")
     document = read_records(args.path)
     stamp = stamp_of(args.path, document)
-    records = list(selected(document, args.op, args.bucket))
+    records = list(by_question(selected(document, args.op, args.bucket)).values())
     if not records:
         raise ValueError(f"{args.path} holds no such record")
     seed = Seed(

@@ -9,7 +9,7 @@ from sglang.cli.autotune.common import print_json, read_records, refuse_to_overw
 from sglang.srt.autotune.records.document import Document, to_bytes
 from sglang.srt.autotune.records.environment import FieldDifference
 from sglang.srt.autotune.records.files import replace_file
-from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry
+from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry, by_question
 from sglang.srt.flags import FlagParser
 
 
@@ -81,23 +81,25 @@ def _common_stamp(paths: Sequence[Path], documents: Sequence[Document]) -> dict[
 
 
 def _merge(documents: Sequence[Document], prefer_faster: bool) -> tuple[RecordSet, int]:
-    records: dict[str, Record] = {}
+    records: dict[str, Record] = {}  # by question: one of them may have another runner's record in each file
     namespaces: dict[str, dict[str, object]] = {}
     steps: dict[str, StepEntry] = {}
     conflicts = set()
     for document in documents:
-        for key, record in document.records.items():
-            present = records.get(key)
+        for question, record in by_question(document.records.values()).items():
+            present = records.get(question)
             if present is None or present.same_choice(record):
-                records[key] = record if present is None or record.pinned or not present.pinned else present
+                keeps = present is not None and present.pinned and not record.pinned
+                records[question] = present if keeps and present is not None else record
                 continue
-            conflicts.add(key)
+            conflicts.add(question)
             if _replaces(record, present, prefer_faster):
-                records[key] = record
+                records[question] = record
         for name, entries in document.namespaces.items():
             namespaces.setdefault(name, {}).update(entries)
         steps.update(document.steps)
-    return RecordSet(records, namespaces, steps), len(conflicts)
+    merged = {record.key: record for record in records.values()}
+    return RecordSet(merged, namespaces, steps), len(conflicts)
 
 
 def _replaces(record: Record, present: Record, prefer_faster: bool) -> bool:

@@ -13,9 +13,9 @@ from sglang.cli.autotune.common import (
     read_records,
     selected,
     stamp_of,
-    tactic_words,
 )
 from sglang.cli.errors import START_ERROR, report_error
+from sglang.srt.autotune.records.record import describe_tactic
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.flags import FlagParser
 
@@ -58,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
     done = "not pinned" if args.off else "pinned"
     for record in chosen:
         was = " already" * (record.pinned is not args.off)
-        print(
-            f"{op_of(record)} at {bucket_of(record)} tokens, tactic {tactic_words(record.tactic)}:{was} {done}"
-        )
+        choice = f"tactic {describe_tactic(record.tactic)} of {record.runner}"
+        print(f"{op_of(record)} at {bucket_of(record)} tokens, {choice}:{was} {done}")
     return 0

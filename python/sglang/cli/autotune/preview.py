@@ -22,7 +22,7 @@ from sglang.srt.autotune.records.document import read_json_object
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
 from sglang.srt.autotune.records.merging import merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
-from sglang.srt.autotune.records.record import RecordSet, parse_key
+from sglang.srt.autotune.records.record import RecordSet, parse_key, question_of
 from sglang.srt.autotune.records.seeds import SeedCatalogue, SeedSelection
 from sglang.srt.autotune.records.store import LoadedRecords, load_file
 from sglang.srt.autotune_config import identity_of, settings_of
@@ -252,10 +252,11 @@ def covered_steps(plan: Plan, records: RecordSet) -> tuple[str, ...]:
 
     Keys hold the bucket and not the phase: what a start tuned as ``decode 16`` covers ``prefill 16`` of another.
     """
+    answered = set(map(question_of, records.records))
     complete = {
         name.split()[-1]
         for name, entry in records.steps.items()
-        if entry.keys and all(key in records.records for key in entry.keys)
+        if entry.keys and all(question_of(key) in answered for key in entry.keys)
     }
     return tuple(step.name for step in plan.steps if str(step.bucket) in complete)
 

@@ -15,7 +15,6 @@ from sglang.cli.autotune.common import (
     op_of,
     print_json,
     selected,
-    tactic_words,
 )
 from sglang.cli.autotune.show_text import print_file, print_listing
 from sglang.srt.autotune.records.document import Document, RejectedFile, read_document
@@ -25,7 +24,14 @@ from sglang.srt.autotune.records.environment import (
     compare_environment,
     compare_seed_environment,
 )
-from sglang.srt.autotune.records.record import Record, describe_policy, tactic_to_json
+from sglang.srt.autotune.records.record import (
+    Record,
+    by_question,
+    describe_policy,
+    describe_tactic,
+    question_of,
+    tactic_to_json,
+)
 from sglang.srt.autotune.records.seeds import read_seed
 from sglang.srt.autotune.report import REPORT_NAME
 from sglang.srt.environ import envs
@@ -112,7 +118,10 @@ def _describe(
         "path": str(path),
         "loads_here": loads_here,
         "problems": problems,
-        "rejected": [{"key": bad.key, "reason": bad.reason} for bad in found.rejected],
+        "rejected": [
+            *({"key": bad.key, "reason": bad.reason} for bad in found.rejected),
+            *_superseded_json(found),
+        ],
         "edited_by_hand": found.edited,
         "environment": {name: (saved or {}).get(name) for name in ENVIRONMENT_FIELDS},
         "total": len(found.records) + sum(map(len, found.namespaces.values())),
@@ -130,6 +139,15 @@ def _describe(
     }
 
 
+def _superseded_json(document: Document) -> Iterator[dict[str, str]]:
+    """Records that a start would pass over, since one of another runner answers the same question."""
+    answers = by_question(document.records.values())
+    for record in document.records.values():
+        kept = answers[question_of(record.key)]
+        if kept is not record:
+            yield {"key": record.key, "reason": f"the record of {kept.runner} answers the same question"}
+
+
 def _record_json(record: Record) -> dict[str, Any]:
     key = key_of(record)
     return {
@@ -138,7 +156,7 @@ def _record_json(record: Record) -> dict[str, Any]:
         "bucket": key.num_tokens if key else None,
         "runner": record.runner,
         "tactic": tactic_to_json(record.tactic),
-        "tactic_words": tactic_words(record.tactic),
+        "tactic_words": describe_tactic(record.tactic),
         "bucket_words": bucket_of(record),
         "source": record.source,
         "pinned": record.pinned,
@@ -170,11 +188,12 @@ def _steps_json(
     document: Document, op: str | None, buckets: Sequence[int] | None
 ) -> Iterator[dict[str, Any]]:
     """The steps whose records `--op` and `--bucket` name, in the order in which a start runs them."""
-    chosen = {record.key for record in selected(document, op, buckets)}
+    chosen = {question_of(record.key) for record in selected(document, op, buckets)}
+    answered = set(map(question_of, document.records))
     for step in sorted(document.steps.values(), key=lambda step: _step_order(step.step)):
-        if not chosen.intersection(step.keys):
+        if not chosen.intersection(map(question_of, step.keys)):
             continue
-        missing = [key for key in step.keys if key not in document.records]
+        missing = [key for key in step.keys if question_of(key) not in answered]
         yield {
             "step": step.step,
             "records": len(step.keys),

@@ -7,7 +7,9 @@ its new winners are committed to the user's file by the store; seeds and given r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,17 @@ from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
 from sglang.srt.autotune.records.document import records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
-from sglang.srt.autotune.records.record import RecordKey, RecordSet, StepEntry, parse_key
+from sglang.srt.autotune.records.record import (
+    Record,
+    RecordKey,
+    RecordSet,
+    StepEntry,
+    by_question,
+    describe_choice,
+    parse_key,
+    question_of,
+    with_runner,
+)
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_file
 from sglang.srt.autotune.records.trust import distrust, doubt
@@ -28,7 +40,7 @@ from sglang.srt.autotune.settings import StageSettings
 
 logger = logging.getLogger(__name__)
 
-#: Rejected entries of one file that are named one by one.
+#: Rejected entries of one file, or superseded records, that are named one by one.
 _MAX_PROBLEMS = 20
 _SOURCE_WORDS = {"seed": "seeded", "user": "user", "given": "given", "tuned": "tuned"}
 
@@ -84,11 +96,35 @@ class CachePhase:
         self._report_problems("user", user)
         for loaded in given:
             self._report_problems("given", loaded)
-        self._merged = merge_sources(seeds.chosen, user, given)
+        self._merged = self._without_strangers(merge_sources(seeds.chosen, user, given))
+        records_superseded = [item.words() for item in self._merged.overridden]
+        self._report.records.superseded += _first_few(records_superseded, "more records yielded to others")
         counts = self._merged.count_by_source()
         records = self._report.records
         records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
         self._load_into_tuner(self._merged)
+
+    def _without_strangers(self, merged: MergedRecords) -> MergedRecords:
+        """Without records of runners that the op does not have here: no lookup would ask for them."""
+        built = {op.name: {type(runner).__name__ for runner in op.runners} for op in self._host.tuned_ops}
+        strangers: Counter[tuple[str, str, str]] = Counter()
+        kept = {}
+        for key, record in merged.records.items():
+            parsed = _parse(key)
+            if parsed is not None and parsed.runner not in built.get(parsed.custom_op, {parsed.runner}):
+                strangers[record.source, parsed.custom_op, parsed.runner] += 1
+            else:
+                kept[key] = record
+        for (source, op_name, runner), count in strangers.items():
+            reason = f"{count} records name {runner}, which is no runner of {op_name} here"
+            self._reject(source, reason)
+        return replace(merged, records=kept)
+
+    def _reject(self, source: str, reason: str) -> None:
+        self._report.records.rejected.append(
+            {"source": source, "path": str(self._store.path), "kind": "entry", "reason": reason}
+        )
+        logger.warning("FlashInfer autotune does not use records: %s", reason)
 
     def given_keys(self) -> list[str]:
         """Keys of the records that were given on purpose."""
@@ -97,13 +133,22 @@ class CachePhase:
     def reload_without(self, buckets: Collection[int], keep: Collection[str] = ()) -> None:
         """Drop the records of buckets that some coupled rank must tune, except ``keep``, which every rank holds.
 
-        The tuner can only forget all at once; what was tuned at other buckets by then is given back to it.
+        What was tuned at other buckets by then stays.
         """
         tuned = self._merged.new_in(flashinfer_api.stored_entries())
         self._merged = self._merged.without_buckets(buckets, keep)
+        self._put_in_force([record for record in tuned if _bucket(record.key) not in buckets])
+
+    def _put_in_force(self, tuned: Iterable[Record]) -> None:
+        """Have the tuner hold what was loaded with ``tuned`` on top, one record for each question.
+
+        It can only forget all at once, and a record of another runner that stayed would be found before a later one.
+        """
+        answers = by_question(self._merged.records.values())
+        answers |= by_question(tuned)
         flashinfer_api.forget_everything()
-        kept = {record.key: record for record in tuned if _bucket(record.key) not in buckets}
-        self._load_into_tuner(RecordSet({**self._merged.records, **kept}, self._merged.namespaces))
+        records = {record.key: record for record in answers.values()}
+        self._load_into_tuner(RecordSet(records, self._merged.namespaces))
 
     def reject(self, step: Step, reason: str) -> bool:
         """Drop the records that a step's forward cannot run with; False when there are none to blame."""
@@ -111,11 +156,7 @@ class CachePhase:
         if not blamed:
             return False
         for source in sorted({record.source for record in blamed}):
-            words = f"the {source} records of step {step.name} cannot be run: {reason}"
-            self._report.records.rejected.append(
-                {"source": source, "path": str(self._store.path), "kind": "entry", "reason": words}
-            )
-            logger.warning("FlashInfer autotune does not use records: %s", words)
+            self._reject(source, f"the {source} records of step {step.name} cannot be run: {reason}")
         self.reload_without({step.bucket})
         return True
 
@@ -152,18 +193,24 @@ class CachePhase:
     def back_to_default(self, step: Step, op_names: Collection[str]) -> None:
         """Serve a step's bucket with the default of these ops, now and at later starts.
 
-        The default is stored as the choice, so that later lookups hit it and do not count as fallbacks.
+        That is the first runner of an op of several, whichever runner had won. It is stored as the choice, so that
+        later lookups hit it and do not count as fallbacks.
         """
-        entries = _entries_at(step.bucket, op_names)
-        self.adopt({key: [entry[0], -1, *entry[2:]] for key, entry in entries.items()})
+        first = {op.name: type(op.runners[0]).__name__ for op in self._host.tuned_ops}
+        choices = {}
+        for key, entry in _entries_at(step.bucket, op_names).items():
+            runner = first.get(parse_key(key).custom_op, entry[0])
+            choices[with_runner(key, runner)] = [runner, -1, *entry[2:]]
+        self.adopt(choices)
 
     def block(self, step: Step, op_names: Collection[str], reason: str) -> None:
         """Note this step's tactics of these ops as wrong, for FlashInfer's tuner at the next start."""
-        wrong = [
-            (parse_key(key).custom_op, entry[0], entry[1])
-            for key, entry in _entries_at(step.bucket, op_names).items()
-            if entry[1] != -1
-        ]
+        first = {op.name: type(op.runners[0]).__name__ for op in self._host.tuned_ops}
+        wrong = []
+        for key, entry in _entries_at(step.bucket, op_names).items():
+            op_name = parse_key(key).custom_op
+            if entry[1] != -1 or entry[0] != first.get(op_name, entry[0]):
+                wrong.append((op_name, entry[0], entry[1]))
         if wrong:
             blocklist_of(self._settings.cache_root, self._sm).add(wrong, reason, self._environment)
 
@@ -171,9 +218,8 @@ class CachePhase:
         """Take these choices (FlashInfer entries by key): in the tuner now, in the file for the next start."""
         adopted = [record.with_source("tuned") for record in records_from_entries(choices).values()]
         self._store.commit(adopted)
-        # A live winner stands over loaded records, so each is replaced where it is.
-        flashinfer_api.replace_winners({key: entry[1] for key, entry in choices.items()})
-        self._load_into_tuner(RecordSet({record.key: record for record in adopted}, self._merged.namespaces))
+        tuned = by_question(self._merged.new_in(flashinfer_api.stored_entries()))
+        self._put_in_force([*(tuned | by_question(adopted)).values()])
 
     def finish(self) -> None:
         """Say so when the records could not be written."""
@@ -188,9 +234,21 @@ class CachePhase:
             by_bucket.setdefault(_bucket(key), {})[key] = entry
         for step, report in reports.items():
             entries = by_bucket.get(step.bucket, {})
-            report.winners = {parse_key(key).custom_op: _in_words(entry) for key, entry in entries.items()}
+            report.winners = self._winners_in_words(entries)
             if step in covered:
                 self._describe_covered(step, report, entries)
+
+    def _winners_in_words(self, entries: Mapping[str, list[Any]]) -> dict[str, str]:
+        """The choices at one bucket by op, without those of ops that only a runner asks for which lost there."""
+        chosen = {parse_key(key).custom_op: entry for key, entry in entries.items()}
+        unasked = {
+            nested
+            for op in self._host.tuned_ops
+            for runner in op.runners
+            if op.name in chosen and chosen[op.name][0] != type(runner).__name__
+            for nested in getattr(runner, "nested_ops", ())
+        }
+        return {op: describe_choice(*entry[:2]) for op, entry in chosen.items() if op not in unasked}
 
     def _describe_covered(self, step: Step, report: StepReport, keys: Collection[str]) -> None:
         records = self._merged.records
@@ -203,8 +261,9 @@ class CachePhase:
             report.default_ms, report.tuned_ms = entry.default_ms, entry.tuned_ms
 
     def winners(self) -> dict[str, list[Any]]:
-        """``key -> [runner, tactic]`` of everything that serving would use."""
-        return {key: entry[:2] for key, entry in flashinfer_api.stored_entries().items()}
+        """``question -> [key, runner, tactic]`` of everything that serving would use."""
+        entries = flashinfer_api.stored_entries()
+        return {question_of(key): [key, *entry[:2]] for key, entry in entries.items()}
 
     @property
     def _sm(self) -> str:
@@ -254,6 +313,13 @@ def blocklist_of(cache_root: Path, sm: str) -> Blocklist:
     return Blocklist(None if distrust(cache_root, path) else path)
 
 
+def _first_few(words: list[str], rest: str) -> list[str]:
+    """A dozen lines say what there is; a thousand hide it."""
+    if len(words) <= _MAX_PROBLEMS:
+        return words
+    return [*words[:_MAX_PROBLEMS], f"{len(words) - _MAX_PROBLEMS} {rest}"]
+
+
 def _entries_at(bucket: int, op_names: Collection[str] | None = None) -> dict[str, list[Any]]:
     """What the tuner holds at a bucket, of these ops or of all."""
     found = {}
@@ -266,10 +332,6 @@ def _entries_at(bucket: int, op_names: Collection[str] | None = None) -> dict[st
         ):
             found[key] = entry
     return found
-
-
-def _in_words(entry: list[Any]) -> str:
-    return f"{entry[0]} {'default' if entry[1] == -1 else entry[1]}"
 
 
 def _parse(key: str) -> RecordKey | None:

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.autotune.records.record import question_of
+
 #: FlashInfer's tuner has no counter for fallbacks (its `cache_misses` is never incremented): the DEBUG lines
 #: of its logger are the only account of them.
 #: Later releases put the key on the same line, earlier ones on a line of its own.
@@ -133,34 +135,28 @@ def load_records(path: Path) -> bool:
 
 
 def stored_entries() -> dict[str, list[Any]]:
-    """Everything the tuner knows, live winners and loaded records, as ``key -> [runner, tactic, policy]``.
+    """Everything that serves, live winners and loaded records, as ``key -> [runner, tactic, policy]``.
 
-    Leans on `save_configs` to a fresh file: it holds both, with tactics in their JSON form.
+    Leans on `save_configs` to a fresh file: it holds both, with tactics in their JSON form. Of several runners'
+    records for one question the live winner is given, since the lookup asks for those first; what is loaded never
+    holds two.
     """
+    live = {key.file_key for key in tuner().profiling_cache}
     with scratch_directory() as scratch:
         path = Path(scratch, "winners.json")
         with _quiet_logger():
             tuner().save_configs(str(path))
         document = json.loads(path.read_text())
-    return {
+    entries = {
         key: value for key, value in document.items() if not key.startswith("_") and isinstance(value, list)
     }
+    answered = {question_of(key) for key in live}
+    return {key: value for key, value in entries.items() if key in live or question_of(key) not in answered}
 
 
 def forget_everything() -> None:
-    """Drop live winners and loaded records. Only before the first step, when nothing live can be lost."""
+    """Drop live winners and loaded records; the tuner cannot forget a loaded record alone."""
     tuner().clear_cache()
-
-
-def replace_winners(choices: dict[str, Any]) -> None:
-    """Overwrite live winners by file key; tactics in their JSON form (lists for tuples)."""
-
-    def as_tactic(value: Any) -> Any:
-        return tuple(as_tactic(part) for part in value) if isinstance(value, list) else value
-
-    cache = tuner().profiling_cache
-    for key in [key for key in cache if key.file_key in choices]:
-        cache[key] = (as_tactic(choices[key.file_key]), cache[key][1])
 
 
 def drop_winners(file_keys: Collection[str]) -> None:
@@ -210,7 +206,10 @@ def file_winner(op_name: str, runner: Any, config: Any, inputs: list[torch.Tenso
         nearest_profile=tuple(tuple(shape) for shape in profile),
         extras=runner.get_cache_key_extras(inputs),
     )
-    tuner().profiling_cache[key] = (tactic, None)
+    cache, question = tuner().profiling_cache, question_of(key.file_key)
+    for rival in [other for other in cache if question_of(other.file_key) == question]:
+        del cache[rival]  # the lookup would take the first runner's, whichever was measured last
+    cache[key] = (tactic, None)
     return str(key.file_key)
 
 
@@ -284,6 +283,22 @@ def timings_reduced_over(group: Any | None) -> Iterator[None]:
 
     before = get_autotune_process_group()
     set_autotune_process_group(group)
+    try:
+        yield
+    finally:
+        set_autotune_process_group(before)
+
+
+@contextlib.contextmanager
+def timings_not_reduced() -> Iterator[None]:
+    """Without a group for FlashInfer's reductions; restores the one that is set."""
+    from flashinfer.autotuner import get_autotune_process_group, set_autotune_process_group
+
+    before = get_autotune_process_group()
+    if before is None:
+        yield
+        return
+    set_autotune_process_group(None)
     try:
         yield
     finally:

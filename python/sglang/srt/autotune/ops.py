@@ -10,7 +10,7 @@ from __future__ import annotations
 MEGAMOE_OP = "flashinfer_megamoe"
 
 TUNABLE_OPS: dict[str, tuple[str, ...]] = {
-    "reference": ("sglang::reference_moe",),
+    "reference": ("sglang::moe",),
     "flashinfer_cutlass": ("trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"),
     "flashinfer_megamoe": (MEGAMOE_OP,),
     "reference_megamoe": (MEGAMOE_OP,),

@@ -69,13 +69,17 @@ class FallbackReport:
 
 @dataclass
 class RecordCounts:
-    """Records by where they came from; `rejected` are those of files that are not used, see `rejections`."""
+    """Records by where they came from; `rejected` are those of files that are not used, see `rejections`.
+
+    `superseded` says in words which record yielded to another one with the same question.
+    """
 
     seeded: int = 0
     user: int = 0
     given: int = 0
     tuned: int = 0
     rejected: list[dict[str, str]] = field(default_factory=list)
+    superseded: list[str] = field(default_factory=list)
 
 
 @dataclass

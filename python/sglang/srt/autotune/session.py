@@ -1,27 +1,31 @@
 """The context in which dummy forwards tune.
 
 One session per start: the forward stream and grad mode of serving, the skip list, and timings reduced over
-the ranks that must choose alike. On CUDA FlashInfer tunes inside the forward; on CPU a profiler is lent to
-the in-tree ops for the length of a step.
+the ranks that must choose alike. For the length of a step a profiler is lent to the in-tree ops; on CUDA FlashInfer's
+ops tune themselves inside the forward, those that an in-tree op's runner calls among them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.flashinfer_api import Lookups
+from sglang.srt.autotune.gpu_tuner import REPLAYS, GpuProfiler, compile_threads
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.plan import Step
+from sglang.srt.autotune.profiler import Profiler
+from sglang.srt.autotune.timer import OpTimer
 
 
 class Session:
     """Tunes one step at a time; use as a context manager around each of them.
 
     Args:
-        reduce_times: averages candidate times over the ranks that must choose alike, for the CPU profiler.
+        reduce_times: averages candidate times over the ranks that must choose alike, for the in-tree ops.
     """
 
     def __init__(
@@ -31,15 +35,22 @@ class Session:
         reduce_times: Callable[[list[float]], list[float]],
     ) -> None:
         self._host, self._skip_ops = host, skip_ops
-        self._cpu_profiler = (
-            CpuProfiler(frozenset(skip_ops), reduce_times) if host.device.type == "cpu" else None
-        )
+        self._on_cpu = host.device.type == "cpu"
+        self._profiler = self._create_profiler(reduce_times)
         self._stack = contextlib.ExitStack()
+
+    def _create_profiler(self, reduce_times: Callable[[list[float]], list[float]]) -> Profiler:
+        host, skip_ops = self._host, frozenset(self._skip_ops)
+        if self._on_cpu:
+            return CpuProfiler(skip_ops, reduce_times)
+        timer = OpTimer(host.device, repeats=REPLAYS) if host.tuned_ops else None
+        threads = compile_threads(host.topology.world_size)
+        return GpuProfiler(skip_ops, reduce_times, timer=timer, num_threads=threads)
 
     def __enter__(self) -> Session:
         self._stack.enter_context(self._host.forward_context())
         # FlashInfer raises on CPU when a group is set: there the profiler reduces instead.
-        group = self._host.timing_group if self._cpu_profiler is None else None
+        group = None if self._on_cpu else self._host.timing_group
         self._stack.enter_context(flashinfer_api.timings_reduced_over(group))
         return self
 
@@ -48,21 +59,30 @@ class Session:
 
     def tune(self, step: Step) -> Lookups:
         """Run the step's forward so that whatever its bucket lacks is measured and filed with the tuner."""
+        profiler = self._profiler
+        before = profiler.out_of_memory
         with flashinfer_api.observed() as lookups, self._tuning(step):
             self._host.dummy_forward(step.shape)
+        lookups.out_of_memory += profiler.out_of_memory - before
         return lookups
 
     @contextlib.contextmanager
     def _tuning(self, step: Step) -> Iterator[None]:
-        if self._cpu_profiler is None:
-            with flashinfer_api.tuning(step.bucket, self._skip_ops):
-                yield
-            return
-        with flashinfer_api.only_defaults(self._skip_ops):
-            for op in self._host.tuned_ops:
-                op.profiler = self._cpu_profiler
-            try:
-                yield
-            finally:
-                for op in self._host.tuned_ops:
-                    op.profiler = None
+        if self._on_cpu:
+            tuning = flashinfer_api.only_defaults(self._skip_ops)
+        else:
+            tuning = flashinfer_api.tuning(step.bucket, self._skip_ops)
+        with tuning, lent(self._profiler, self._host.tuned_ops):
+            yield
+
+
+@contextlib.contextmanager
+def lent(profiler: Any, ops: Sequence[Any]) -> Iterator[None]:
+    """Have ``ops`` measure by ``profiler`` what no record answers."""
+    for op in ops:
+        op.profiler = profiler
+    try:
+        yield
+    finally:
+        for op in ops:
+            op.profiler = None

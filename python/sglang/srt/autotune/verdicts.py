@@ -37,9 +37,14 @@ class Judge:
         if verdict.wrong_ops:
             self._cache.block(step, verdict.wrong_ops, verdict.fault)
             logger.error("FlashInfer autotune, step %s: %s; back to the default", step.name, verdict.fault)
-        self._cache.back_to_default(step, verdict.wrong_ops or self._host.op_names)
+        self._cache.back_to_default(step, self._ops_to_give_up(verdict.wrong_ops))
         step_report.tuned_ms = verdict.default_ms
         step_report.note = f"{verdict.fault}: back to the default"
+
+    def _ops_to_give_up(self, wrong_ops: tuple[str, ...]) -> tuple[str, ...]:
+        """An op with several runners goes back to the first: an inner op's default alone would leave its runner slow."""
+        outer = tuple(op.name for op in self._host.tuned_ops if op.name in self._host.op_names)
+        return tuple(dict.fromkeys((*wrong_ops, *outer))) or self._host.op_names
 
 
 def agree_on_winners(host: Host, agreement: Agreement, cache: CachePhase, report: StageReport) -> None:
@@ -50,12 +55,17 @@ def agree_on_winners(host: Host, agreement: Agreement, cache: CachePhase, report
     rank = host.topology.rank
     answers = alike.gather("winners", cache.winners())
     first, mine = answers[alike.ranks[0]], answers[rank]
-    different = {key: first[key] for key in mine if key in first and first[key] != mine[key]}
+    different = {
+        question: first[question]
+        for question in mine
+        if question in first and first[question] != mine[question]
+    }
     if not different:
         return
-    cache.adopt(different)
+    cache.adopt({key: choice for key, *choice in different.values()})
     report.disagreements = [
-        {"key": key, "rank": rank, "had": mine[key], "now": choice} for key, choice in different.items()
+        {"key": key, "rank": rank, "had": mine[question][1:], "now": choice}
+        for question, (key, *choice) in different.items()
     ]
     logger.warning(
         "FlashInfer autotune: rank %d chose differently from rank %d for %d records and took its choices",

@@ -179,7 +179,11 @@ class Verifier:
         return default_ms is not None and (tuned_ms is None or tuned_ms > default_ms * (1 + self._noise))
 
     def _ops_to_blame(self, probe: OpProbe) -> tuple[str, ...]:
-        """The ops whose default alone mends the output; all of them when no single one does."""
+        """The ops whose default alone mends the output; all of them when no single one does.
+
+        The default of an op with several runners mends what is wrong in an op that only one of them calls: then the
+        inner one is to blame.
+        """
         with flashinfer_api.only_defaults(self._host.op_names):
             default = probe.run().float()
         blamed = []
@@ -189,9 +193,10 @@ class Verifier:
             if relative_error(mended, default) <= self._tolerance:
                 blamed.append(op)
         answers = self._alike.gather("ops to blame", blamed)
-        return tuple(
-            op for op in self._host.op_names if any(op in answer for answer in answers.values())
-        ) or (self._host.op_names)
+        of_any = [op for op in self._host.op_names if any(op in answer for answer in answers.values())]
+        outer = {op.name for op in self._host.tuned_ops}
+        inner = [op for op in of_any if op not in outer]
+        return tuple(inner or of_any or self._host.op_names)
 
 
 def _finding(tuned: torch.Tensor, reference: torch.Tensor, num_tokens: int) -> _Finding:

@@ -1,6 +1,7 @@
 """From seeds, the user's file and what was given on purpose to the one set of records that a start loads.
 
-Later wins: seeds, then the user's file, then given files. A pinned record of the user's file stands against
+Later wins: seeds, then the user's file, then given files; a question has one record, whichever runner it names
+(`record.question_of`). A pinned record of the user's file stands against
 everything but a given one. FlashInfer replaces all namespaces with every file that it loads, so the sources are
 merged here and loaded once, from a scratch file that carries this environment's stamp.
 """
@@ -15,7 +16,15 @@ from typing import Any, TypeAlias
 
 from sglang.srt.autotune.records.document import records_from_entries, to_bytes
 from sglang.srt.autotune.records.files import replace_file
-from sglang.srt.autotune.records.record import Policy, Record, RecordSet, StepEntry, parse_key
+from sglang.srt.autotune.records.record import (
+    Policy,
+    Record,
+    RecordSet,
+    StepEntry,
+    by_question,
+    parse_key,
+    question_of,
+)
 
 #: ``(custom_op, runner) -> policy``: how the op would be timed now; None when that is not known.
 PolicyFor: TypeAlias = Callable[[str, str], Policy | None]
@@ -23,15 +32,18 @@ PolicyFor: TypeAlias = Callable[[str, str], Policy | None]
 
 @dataclass(frozen=True)
 class Overridden:
-    """A record that yielded to another of the same key with a different choice."""
+    """A record that yielded to another one with the same question and a different choice."""
 
     kept: Record
     dropped: Record
 
     def words(self) -> str:
+        kept, dropped = str(self.kept.tactic), str(self.dropped.tactic)
+        if self.kept.runner != self.dropped.runner:
+            kept, dropped = f"{self.kept.runner} {kept}", f"{self.dropped.runner} {dropped}"
         return (
-            f"{self.kept.source} record {self.kept.tactic} stands over {self.dropped.source} record "
-            f"{self.dropped.tactic} for {self.kept.key}"
+            f"{self.kept.source} record {kept} stands over {self.dropped.source} record "
+            f"{dropped} for {self.kept.key}"
         )
 
 
@@ -79,7 +91,9 @@ def merge_sources(
     Every input has passed its environment check. Pins of seeds count for nothing. Namespaces are merged entry
     by entry in the same order, and the steps that records are known to cover likewise.
     """
-    merged: dict[str, Record] = {}
+    merged: dict[
+        str, Record
+    ] = {}  # by question: of two runners' records for one, the tuner might take the lesser
     overridden: list[Overridden] = []
     namespaces: dict[str, dict[str, Any]] = {}
     steps: dict[str, StepEntry] = {}
@@ -87,17 +101,26 @@ def merge_sources(
     layers += [("user", user)] if user is not None else []
     layers += [("given", file) for file in given]
     for source, layer in layers:
-        for key, record in layer.records.items():
-            record = replace(record, source=source, pinned=record.pinned and source != "seed")
-            present = merged.get(key)
+        ours = {
+            key: replace(record, source=source, pinned=record.pinned and source != "seed")
+            for key, record in layer.records.items()
+        }
+        answers = by_question(ours.values())
+        for record in ours.values():
+            kept = answers[question_of(record.key)]
+            if kept is not record:
+                overridden.append(Overridden(kept=kept, dropped=record))
+        for question, record in answers.items():
+            present = merged.get(question)
             # Only given records can meet a pinned one here, and a pin yields to what was given this time.
             if present is not None and not present.same_choice(record):
                 overridden.append(Overridden(kept=record, dropped=present))
-            merged[key] = record
+            merged[question] = record
         for name, entries in layer.namespaces.items():
             namespaces.setdefault(name, {}).update(entries)
         steps.update(layer.steps)
-    return MergedRecords(merged, namespaces, steps, tuple(overridden))
+    records = {record.key: record for record in merged.values()}
+    return MergedRecords(records, namespaces, steps, tuple(overridden))
 
 
 def materialise(

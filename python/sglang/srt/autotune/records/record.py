@@ -7,9 +7,11 @@ parser here reads back what people and reports need from such a key without ever
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -117,6 +119,23 @@ def tactic_from_json(value: Any, depth: int = 0) -> Tactic:
     raise ValueError(f"a tactic cannot hold a JSON {_json_type(value)}")
 
 
+def describe_choice(runner: str, tactic: Any) -> str:
+    """Runner and tactic (in JSON or Python form) in a few words: ``MoERunner [128, 4]``, ``R few 16,4 / 8,2``."""
+    return f"{runner} {describe_tactic(tactic)}"
+
+
+def describe_tactic(tactic: Any) -> str:
+    """A tactic as JSON; FlashInfer's -1 is the default, and a name before flat groups is spelled ``few 16,4 / 8,2``."""
+    if tactic == -1 and not isinstance(tactic, bool):
+        return "default"
+    if isinstance(tactic, (list, tuple)) and tactic and isinstance(tactic[0], str):
+        groups = [
+            ",".join(map(str, part)) if isinstance(part, (list, tuple)) else str(part) for part in tactic[1:]
+        ]
+        return f"{tactic[0]} {' / '.join(groups)}".rstrip()
+    return json.dumps(tactic_to_json(tactic))
+
+
 def policy_from_json(value: Any) -> Policy:
     """A flat list of scalars as a tuple; ``ValueError`` otherwise."""
     if not isinstance(value, (list, tuple)) or len(value) > 32:
@@ -187,6 +206,54 @@ def parse_key(key: str) -> RecordKey:
         raise ValueError("the extras of the key are not a tuple")
     extras = tuple(_atom(part) for part in _split_top_level(extras_text[1:-1]))
     return RecordKey(custom_op, runner, profile, extras_text, extras)
+
+
+@functools.lru_cache(maxsize=8192)
+def _runner_span(key: str) -> tuple[int, int] | None:
+    """Where the runner's name stands in a key, quotes included; None when it is no key."""
+    try:
+        reader = _KeyReader(key)
+        reader.expect("(")
+        reader.string()
+        reader.expect(",")
+        reader.peek()  # skips blanks
+        begin = reader.at
+        reader.string()
+        return begin, reader.at
+    except ValueError:
+        return None
+
+
+def question_of(key: str) -> str:
+    """What a key asks, whoever answers it: the key without its runner. The one rule of what is one question.
+
+    FlashInfer's tuner looks each runner of an op up by a key of its own and takes the first that has one, so of two
+    records with one question the better or the newer may never be seen: only one may be in force. That runners of
+    one op give the same extras is up to them. A text that is no key is a question of its own.
+    """
+    span = _runner_span(key)
+    return key if span is None else key[: span[0]] + key[span[1] :]
+
+
+def with_runner(key: str, runner: str) -> str:
+    """The key under which ``runner`` would answer the same question; a text that is no key stays."""
+    span = _runner_span(key)
+    return key if span is None else key[: span[0]] + repr(runner) + key[span[1] :]
+
+
+def by_question(records: Iterable[Record]) -> dict[str, Record]:
+    """One record for each question: of several a pinned one, else the newest, else the last."""
+    answers: dict[str, Record] = {}
+    for record in records:
+        question = question_of(record.key)
+        present = answers.get(question)
+        if present is None or _age_order(record) >= _age_order(present):
+            answers[question] = record
+    return answers
+
+
+def _age_order(record: Record) -> tuple[bool, str]:
+    return record.pinned, record.tuned_at or ""
 
 
 class _KeyReader:

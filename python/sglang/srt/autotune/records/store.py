@@ -43,7 +43,7 @@ from sglang.srt.autotune.records.files import (
     remove_stale_temporaries,
     signature,
 )
-from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry
+from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry, question_of
 
 logger = logging.getLogger(__name__)
 
@@ -338,12 +338,22 @@ def _content(document: Document) -> RecordSet:
 
 
 def _overlay(base: RecordSet, update: RecordSet, *, only_missing: bool = False) -> RecordSet:
-    """``base`` with ``update`` on top; a pinned record of ``base`` yields only to a pinned one."""
+    """``base`` with ``update`` on top; a pinned record of ``base`` yields only to a pinned one.
+
+    A record of ``update`` takes the place of whatever answers its question, another runner's record included.
+    """
     records = dict(base.records)
+    questions: dict[str, list[str]] = {}
+    for key in records:
+        questions.setdefault(question_of(key), []).append(key)
     for key, record in update.records.items():
-        present = records.get(key)
-        if present is None or (not only_missing and _supersedes(record, present)):
+        rivals = questions.get(question_of(key), [])
+        present = [records[rival] for rival in rivals]
+        if not present or (not only_missing and all(_supersedes(record, rival) for rival in present)):
+            for rival in rivals:
+                del records[rival]
             records[key] = record
+            questions[question_of(key)] = [key]
     namespaces = {name: dict(entries) for name, entries in base.namespaces.items()}
     for name, entries in update.namespaces.items():
         mine = namespaces.setdefault(name, {})

@@ -7,8 +7,9 @@ One runner serves all layers of a model, so that a tuned choice is made once per
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,9 +52,16 @@ class MoEShape:
         """`topk_ids` counted within this rank's experts; those of other ranks become `num_local_experts`, past them."""
         if self.ep_size == 1:
             return topk_ids
-        local = topk_ids - self.first_local_expert
-        elsewhere = (local < 0) | (local >= self.num_local_experts)
-        return local.masked_fill(elsewhere, self.num_local_experts)
+        # Counted from this rank's first expert and around, those of other ranks come last.
+        return torch.remainder(topk_ids - self.first_local_expert, self.num_experts).clamp_(
+            max=self.num_local_experts
+        )
+
+    def global_expert_ids(self, local_ids: torch.Tensor) -> torch.Tensor:
+        """What `local_expert_ids` was given, but that all experts of other ranks are one of theirs."""
+        if self.ep_size == 1:
+            return local_ids
+        return torch.remainder(local_ids + self.first_local_expert, self.num_experts)
 
 
 class ExpertWeights(NamedTuple):
@@ -71,6 +79,19 @@ class ExpertWeights(NamedTuple):
             up_gate += self.b13[local].float()
         out = self.w2[local].float() @ shape.activation(up_gate)
         return out + self.b2[local].float() if self.b2 is not None and shape.adds_output_bias else out
+
+
+def tuning_key(inputs: Sequence[torch.Tensor], activation: MoEActivation) -> tuple[Any, ...]:
+    """What a tuned choice depends on beside the shapes of ``inputs`` (`MoERunner.run`'s, with local expert ids).
+
+    It is `TunableRunner.get_cache_key_extras` of every runner of the MoE op: a record's question must not depend on
+    who answers it.
+    """
+    extras = (str(inputs[0].dtype), int(inputs[1].shape[1]))
+    has_bias = len(inputs) > 5
+    if activation == PLAIN_SWIGLU and not has_bias:
+        return extras
+    return (*extras, str(activation), has_bias)
 
 
 class MoERunner(ABC):

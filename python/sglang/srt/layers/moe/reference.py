@@ -1,4 +1,4 @@
-"""The MoE in plain torch, four honest ways, offered to the AutoTuner as tactics of one op.
+"""The MoE in plain torch, four honest ways, offered to the AutoTuner as two runners of one op with two tactics each.
 
 Which way is fastest depends on the token count: gathering each token's expert weights suits a few
 tokens, batching the experts suits a few dozen, sorting tokens by expert suits many. All compute the same
@@ -16,10 +16,8 @@ import torch
 from flashinfer.autotuner import OptimizationProfile, TunableRunner
 
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
-from sglang.srt.layers.moe.base import MoERunner, MoEShape
-from sglang.srt.layers.moe.tuned_op import TunedOp
-
-OP_NAME = "sglang::reference_moe"
+from sglang.srt.layers.moe.base import MoEShape, tuning_key
+from sglang.srt.layers.moe.portfolio import TunedMoERunner
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def _combine(slots: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 Implementation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, _Experts], torch.Tensor]
 
-#: The tactics by number. A stored tactic is its position here: append, never reorder.
+#: Every way by name.
 IMPLEMENTATIONS: tuple[tuple[str, Implementation], ...] = (
     ("by_expert", _by_expert),
     ("gathered_weights", _gathered_weights),
@@ -144,67 +142,63 @@ _MAX_GATHERED_ELEMENTS = 1 << 26
 
 
 class ReferenceMoE(TunableRunner):
-    """The implementations above as one FlashInfer runner; tactic -1 is ``by_expert``.
+    """Some of the implementations above as one FlashInfer runner; tactic -1 is the first of them.
 
-    Inputs are those of `MoERunner.run`: five tensors, or seven with biases.
+    Inputs are those of the op of `portfolio.TunedMoERunner`: five tensors, or seven with biases.
     """
+
+    #: The tactics by number. A stored tactic is its position here: append, never reorder.
+    implementations = IMPLEMENTATIONS
 
     def __init__(self, activation: MoEActivation = PLAIN_SWIGLU, *, adds_output_bias: bool = False) -> None:
         self._activation, self._adds_output_bias = activation, adds_output_bias
 
     def get_cache_key_extras(self, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
-        extras = (str(inputs[0].dtype), int(inputs[1].shape[1]))
-        has_bias = len(inputs) > 5
-        if self._activation == PLAIN_SWIGLU and not has_bias:
-            return extras
-        return (*extras, str(self._activation), has_bias)
+        return tuning_key(inputs, self._activation)
 
     def get_valid_tactics(self, inputs: list[torch.Tensor], profile: OptimizationProfile) -> list[Any]:
         x, ids, _, w13, w2 = inputs[:5]
         weights_per_slot = w13.shape[1] * w13.shape[2] + w2.shape[1] * w2.shape[2]
-        names = {name for name, _ in IMPLEMENTATIONS}
+        names = {name for name, _ in self.implementations}
         if ids.numel() * weights_per_slot > _MAX_GATHERED_ELEMENTS:
             names.discard("gathered_weights")
         if x.shape[0] * w13.shape[0] * w13.shape[1] > _MAX_GATHERED_ELEMENTS:
             names.discard("all_experts")
-        return [number for number, (name, _) in enumerate(IMPLEMENTATIONS) if name in names]
+        return [number for number, (name, _) in enumerate(self.implementations) if name in names]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
         """Whether a stored tactic exists here; FlashInfer asks before it uses one and counts a no as a miss."""
-        return type(tactic) is int and -1 <= tactic < len(IMPLEMENTATIONS)
+        return type(tactic) is int and -1 <= tactic < len(self.implementations)
 
     def forward(
         self, inputs: list[torch.Tensor], tactic: Any = -1, do_preparation: bool = False, **kwargs: Any
     ) -> torch.Tensor:
-        _, implementation = IMPLEMENTATIONS[max(int(tactic), 0)]
+        _, implementation = self.implementations[max(int(tactic), 0)]
         x, ids, weights, w13, w2 = inputs[:5]
         b13, b2 = inputs[5:] or (None, None)
         experts = _Experts(w13, w2, b13, b2 if self._adds_output_bias else None, self._activation)
         return implementation(x, ids, weights, experts)
 
 
-class ReferenceMoERunner(MoERunner):
-    """MoE without a GPU library: the reference implementations, tuned like any other op."""
+class SortedMoE(ReferenceMoE):
+    """Sorts the tokens by expert, so that each expert sees its own tokens only."""
+
+    implementations = (("by_expert", _by_expert), ("padded_experts", _padded_experts))
+
+
+class DenseMoE(ReferenceMoE):
+    """Does without sorting: reads weights, or computes products, that it would not need to."""
+
+    implementations = (("gathered_weights", _gathered_weights), ("all_experts", _all_experts))
+
+
+class ReferenceMoERunner(TunedMoERunner):
+    """MoE without a GPU library: the reference implementations, tuned like any other op. Untuned it is `by_expert`."""
 
     name = "reference"
-    op_names = (OP_NAME,)
 
     def __init__(self, shape: MoEShape) -> None:
-        super().__init__(shape)
-        moe = ReferenceMoE(shape.activation, adds_output_bias=shape.adds_output_bias)
-        self.op = TunedOp(OP_NAME, [moe], shape.max_num_tokens, num_token_inputs=3)
-
-    def run(
-        self,
-        hidden_states: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        b13: torch.Tensor | None = None,
-        b2: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        inputs = [hidden_states, self.shape.local_expert_ids(topk_ids), topk_weights, w13, w2]
-        if b13 is not None and b2 is not None:
-            inputs += [b13, b2]
-        return self.op(inputs)
+        runners = [
+            kind(shape.activation, adds_output_bias=shape.adds_output_bias) for kind in (SortedMoE, DenseMoE)
+        ]
+        super().__init__(shape, runners)

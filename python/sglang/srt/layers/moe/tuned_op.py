@@ -1,7 +1,6 @@
 """One tunable op as FlashInfer's AutoTuner knows it: a name, its runners, its bucket grid.
 
-``choose`` is the whole of selection at serving. During a start on a device where FlashInfer's own
-profiler cannot measure (it times with CUDA events), the stage lends the op a profiler for the length of
+``choose`` is the whole of selection at serving. During a start the stage lends the op a profiler for the length of
 one step; it measures what is missing and files the winner with the AutoTuner before the lookup.
 """
 
@@ -18,6 +17,8 @@ from flashinfer.fused_moe.utils import get_hybrid_num_tokens_buckets, make_hybri
 class OpProfiler(Protocol):
     """Measures the candidates of an op whose records do not cover these inputs."""
 
+    skip_ops: frozenset[str]
+
     def ensure_tuned(
         self,
         op_name: str,
@@ -32,7 +33,7 @@ class TunedOp:
     """Several implementations of one op over the same inputs, chosen per token bucket.
 
     The first ``num_token_inputs`` inputs have the tokens in dimension 0; the grid is FlashInfer's own up to
-    ``max_num_tokens``. ``runners[0]`` with tactic -1 is the default.
+    ``max_num_tokens``. ``runners[0]`` with tactic -1 is the default. All runners give the same cache key extras.
     """
 
     def __init__(
@@ -50,12 +51,18 @@ class TunedOp:
                 ),
             )
         )
-        #: Set by the stage for the length of a step on devices without FlashInfer's profiler.
+        #: Set by the stage for the length of a step.
         self.profiler: OpProfiler | None = None
 
     def choose(self, inputs: list[torch.Tensor], **kwargs: Any) -> tuple[TunableRunner, Any]:
-        if self.profiler is not None:
+        if self.profiler is not None and self.name not in self.profiler.skip_ops:
             self.profiler.ensure_tuned(self.name, self.runners, self.config, inputs, kwargs)
+            # In tuning mode `choose_one` would answer a miss with inputs of its own making, expert ids and all.
+            shapes = tuple(tuple(t.shape) for t in inputs)
+            _, index, tactic, _ = AutoTuner.get().search_cache(
+                self.name, self.runners, shapes, self.config, inputs=inputs
+            )
+            return self.runners[index], tactic
         return AutoTuner.get().choose_one(self.name, self.runners, self.config, inputs, **kwargs)
 
     def __call__(self, inputs: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
