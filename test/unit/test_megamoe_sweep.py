@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 
 from sglang.srt.autotune.megamoe.kernels.base import Geometry, Knobs
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
-from sglang.srt.autotune.megamoe.sweep import num_workers, sweep_reserve_bytes
+from sglang.srt.autotune.megamoe.sweep import PRELOADED, num_workers, sweep_reserve_bytes
 from sglang.srt.autotune.megamoe.sweep_search import LadderSearch, pick_anchors
 from sglang.srt.autotune.megamoe.sweep_worker import Outcome
 from sglang.srt.autotune.megamoe.tuning import tune
@@ -161,3 +163,12 @@ def test_workers_are_bounded_by_memory_cores_and_jobs():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(AssertionError, match="no MegaMoE tuning policy"):
         list(tune("guess", None, [1]))  # type: ignore[arg-type]
+
+
+def test_what_workers_are_forked_from_holds_nothing_that_may_initialise_cuda():
+    """With CuTe DSL installed, importing FlashInfer does."""
+    lines = [*(f"import {name}" for name in PRELOADED), "import sys", "print('flashinfer' in sys.modules)"]
+    said = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
+    )
+    assert said.stdout.strip() == "False", said.stderr

@@ -31,14 +31,15 @@ MAX_WORKERS = 16
 #: Bounds: a worker's start (imports, context, weights), one job, and the whole sweep.
 START_TIMEOUT_S, JOB_TIMEOUT_S, SWEEP_TIMEOUT_S = 120.0, 120.0, 600.0
 _MAX_RESTARTS = 3
-#: Imported once by the server that workers are forked from. It never touches a GPU.
-_PRELOADED = ["torch", "flashinfer.moe_ep", "sglang.srt.autotune.megamoe.sweep_worker"]
+#: Imported once by the server that workers are forked from. FlashInfer is not among them: with CuTe DSL installed its
+#: import initialises CUDA, and a process that is forked after that cannot use the GPU.
+PRELOADED = ["torch", "sglang.srt.autotune.megamoe.sweep_worker"]
 
 
 def preload_workers() -> None:
     """Start the process that workers are forked from, so that its imports run beside whatever the caller does next."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
 
 
@@ -148,7 +149,7 @@ class WorkerSweep:
 
     def _start_worker(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         lock = str(Path(self._directory.name, "timing.lock"))
         setup = WorkerSetup(self._spec, self._environment, self._device, lock)
         ours, theirs = context.Pipe()
