@@ -31,9 +31,9 @@ def poisoned_at(rank: int, root: str, bucket: int) -> dict:
 
 
 def test_a_step_that_poisons_the_context_is_left_out_by_the_next_start(tmp_path):
-    (first,) = run_ranks(1, poisoned_at, str(tmp_path), 4, timeout_s=90)
+    (first,) = run_ranks(1, poisoned_at, str(tmp_path), 4, timeout_s=90, fresh=True)
     assert first.error is not None and "failed in autotune step decode 4" in first.error
-    (second,) = run_ranks(1, poisoned_at, str(tmp_path), 4, timeout_s=90)
+    (second,) = run_ranks(1, poisoned_at, str(tmp_path), 4, timeout_s=90, fresh=True)
     assert second.error is None, second.error
     report = second.result
     assert report["status"] == "completed" and report["records"]["user"] == 2

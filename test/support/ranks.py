@@ -57,7 +57,9 @@ def join_gloo(rank: int, size: int, port: int, bound_s: float) -> dist.TCPStore:
     return store
 
 
-def _context() -> Any:
+def _context(fresh: bool) -> Any:
+    if fresh:
+        return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
@@ -100,14 +102,19 @@ def _run_rank(
 
 
 def run_ranks(
-    num_ranks: int, target: Callable[..., Any], *args: Any, timeout_s: float = 120.0
+    num_ranks: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    fresh: bool = False,
 ) -> list[Outcome]:
     """Call ``target(rank, *args)`` in one process per rank and collect every outcome.
 
     ``target`` is a module-level function. A rank that is still running after ``timeout_s`` is killed and its
-    outcome says so; nothing is left behind.
+    outcome says so; nothing is left behind. With ``fresh`` the processes import everything themselves: on a GPU they
+    must, since importing FlashInfer may initialise CUDA, which does not survive a fork.
     """
-    context, file = _context(), inspect.getfile(target)
+    context, file = _context(fresh), inspect.getfile(target)
     results, all_done = context.Queue(), context.Event()
     environ = {
         k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "TMPDIR", "FLASHINFER_"))
