@@ -15,7 +15,9 @@ import contextlib
 import datetime
 import json
 import os
+import random
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,6 @@ from sglang.srt.managers.worker_environment import prepare_environment
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.network import free_port
 from sglang.test.arithmetic import few_shot_prompt, held_out_questions
 
 NUM_QUESTIONS, NUM_SHOTS, NUM_TOKENS = 96, 8, 6
@@ -68,6 +69,18 @@ def layouts(num_gpus: int) -> dict[str, dict[str, int]]:
             "ep_size": num_gpus,
         },
     }
+
+
+def free_port() -> int:
+    """A port that nothing listens on, outside of the range from which the system gives ports to connections.
+
+    Between this and the rank that listens on it lie seconds, in which the many connections of other starts come and go.
+    """
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Client:
@@ -187,7 +200,12 @@ class Conductor:
         """For processes that torchrun has nothing to do with."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_VARIABLES)}
         python_path = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
-        return {**kept, "SGLANG_CACHE_DIR": str(self.root / "cache"), "PYTHONPATH": python_path}
+        return {
+            **kept,
+            "SGLANG_CACHE_DIR": str(self.root / "cache"),
+            "PYTHONPATH": python_path,
+            "TQDM_DISABLE": "1",
+        }
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
