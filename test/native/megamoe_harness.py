@@ -51,6 +51,7 @@ from sglang.srt.autotune.megamoe.tuning import tune
 from sglang.srt.autotune.records.store import RecordStore
 
 GEOMETRIES = {"small": (1024, 512, 8, 2), "qwen3-30b-a3b": (2048, 768, 128, 8), "builtin": (128, 128, 8, 2)}
+NATIVE_WITHIN_S = 400.0
 LADDER = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)
 
 
@@ -308,6 +309,13 @@ def check_references(bench: Bench, profiles: MegaMoEProfiles) -> None:
     )
 
 
+def one_layer(bench: Bench) -> list[Any]:
+    """Prepared weights of one layer."""
+    if bench.on_gpu:
+        return [random_weights(bench.geometry, bench.device)]
+    return [bench.kernel.prepare_weights(*bench.canonical_weights(0))]
+
+
 # ladder -----------------------------------------------------------------------------------------------------
 
 
@@ -315,10 +323,7 @@ def check_references(bench: Bench, profiles: MegaMoEProfiles) -> None:
 def ladder(bench: Bench) -> None:
     """Seconds of the sweep, cold and warm, and the winners' times beside the heuristic's and native winners'."""
     capacities, kernel = bench.args.capacities or list(LADDER), bench.kernel
-    if bench.on_gpu:
-        weights = [random_weights(bench.geometry, bench.device)]
-    else:
-        weights = [kernel.prepare_weights(*bench.canonical_weights(0))]
+    weights = one_layer(bench)
     records = Records(Path(bench.args.directory, f"ladder{bench.rank}.json"))
     profiles = bench.profiles(weights)
     cold = bench.stage(profiles, capacities, records, "sweep")
@@ -334,7 +339,7 @@ def ladder(bench: Bench) -> None:
         "warm: nothing tuned, within 30 s", warm.tuned == 0 and warm.seconds <= 30, f"{warm.seconds:.1f} s"
     )
 
-    native = tune_natively(bench, weights, records)
+    native = tune_natively(bench, weights, bench.args.native) | native_elsewhere(bench)
     rows = []
     bench.say(f"{'capacity':>9} {'heuristic us':>13} {'sweep us':>9} {'native us':>10}  (graph replay)")
     for capacity in capacities:
@@ -349,22 +354,51 @@ def ladder(bench: Bench) -> None:
             **compare(bench, weights[0], capacity, choices),
         }
         rows.append(row)
-        bench.say(
-            f"{capacity:>9} {row['heuristic']:>13.1f} {row['sweep']:>9.1f} "
-            f"{row['native'] if row['native'] else '':>10}"
-        )
+        cells = [row[name] or "" for name in ("heuristic", "sweep", "native")]
+        bench.say(f"{capacity:>9} {cells[0]:>13} {cells[1]:>9} {cells[2]:>10}")
     bench.results["ladder"] = rows
-    slower = [row["capacity"] for row in rows if row["native"] and row["sweep"] > 1.02 * row["native"]]
+
+    def slower_than(other: str) -> list[int]:
+        """Capacities at which the sweep found nothing or something slower than `other` by more than 2%."""
+        compared = (row for row in rows if row[other])
+        return [row["capacity"] for row in compared if not row["sweep"] or row["sweep"] > 1.02 * row[other]]
+
+    slower = slower_than("native")
     bench.check("no winner is slower than native's by more than 2%", not slower, slower)
-    behind = [row["capacity"] for row in rows if row["sweep"] > 1.02 * row["heuristic"]]
+    behind = slower_than("heuristic")
     bench.check("no winner is slower than the heuristic by more than 2%", not behind, behind)
 
 
-def tune_natively(bench: Bench, weights: list[Any], records: Records) -> dict[int, Knobs | None]:
-    """FlashInfer's own search at the capacities of --native."""
+@torch.inference_mode()
+def native(bench: Bench) -> None:
+    """FlashInfer's own search alone: winners and seconds, for a `ladder` on another GPU of the host."""
+    winners = tune_natively(bench, one_layer(bench), bench.args.capacities or [64])
+    bench.results["native"] = {str(capacity): knobs for capacity, knobs in winners.items()}
+
+
+def native_elsewhere(bench: Bench) -> dict[int, Knobs | None]:
+    """The winners of `native` runs, whose files may still be to come."""
+    winners: dict[int, Knobs | None] = {}
+    deadline = time.monotonic() + NATIVE_WITHIN_S
+    for path in map(Path, bench.args.native_from):
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"--native-from {path}: no such file within {NATIVE_WITHIN_S:g} s")
+            time.sleep(0.5)
+        document = json.loads(path.read_text())
+        if "native" not in document:
+            raise ValueError(f"--native-from {path}: that run ended early: {document['checks']}")
+        bench.results.setdefault("native_seconds", {}).update(document["native_seconds"])
+        for capacity, knobs in document["native"].items():
+            winners[int(capacity)] = bench.kernel.check_knobs(knobs)
+    return winners
+
+
+def tune_natively(bench: Bench, weights: list[Any], capacities: list[int]) -> dict[int, Knobs | None]:
+    """FlashInfer's own search at `capacities`."""
     winners: dict[int, Knobs | None] = {}
     seconds = {}
-    for capacity in bench.args.native:
+    for capacity in capacities:
         profiles = bench.profiles(weights)
         started = time.monotonic()
         with scratch_knob_cache(bench.kernel.required_environment()) as knob_cache:
@@ -405,17 +439,30 @@ def compare(
     return {name: round(statistics.median(values), 1) if values else None for name, values in times.items()}
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Readers find all of it or nothing."""
+    path.with_suffix(".part").write_text(text)
+    path.with_suffix(".part").rename(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("piece", choices=("lifecycle", "ladder"))
+    parser.add_argument("piece", choices=("lifecycle", "ladder", "native"))
     parser.add_argument(
         "--geometry", default="small", help=f"{', '.join(GEOMETRIES)}, or four numbers: H,I,E,K"
     )
     parser.add_argument("--capacities", type=int, nargs="+")
     parser.add_argument(
         "--native", type=int, nargs="*", default=[], help="ladder: capacities that FlashInfer tunes too"
+    )
+    parser.add_argument(
+        "--native-from",
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="ladder: results of `native` runs, waited for",
     )
     parser.add_argument(
         "--cpu", action="store_true", help="the reference kernel instead, to try the harness itself"
@@ -430,7 +477,7 @@ def main() -> int:
         bench = Bench(args)
         started = time.monotonic()
         try:
-            {"lifecycle": lifecycle, "ladder": ladder}[args.piece](bench)
+            {"lifecycle": lifecycle, "ladder": ladder, "native": native}[args.piece](bench)
         except Exception as error:
             bench.check("the piece ran to its end", False, f"{type(error).__name__}: {error}")
             raise
@@ -440,7 +487,7 @@ def main() -> int:
                 text = json.dumps(bench.results, indent=1, default=str)
                 print(text if args.out is None else f"written to {args.out}", flush=True)
                 if args.out is not None:
-                    Path(args.out).write_text(text)
+                    write_whole(Path(args.out), text)
     if bench.world > 1:
         dist.destroy_process_group()
     return 0 if all(check["passed"] for check in bench.results["checks"].values()) else 1
