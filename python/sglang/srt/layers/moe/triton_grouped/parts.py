@@ -1,0 +1,83 @@
+"""What the kernels share: the activation, which rows an expert gets, and how one launch overlaps the next.
+
+Imported where Triton is installed only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def activate(up, gate, alpha: tl.constexpr, beta: tl.constexpr, limit: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`MoEActivation` in float32; `limit` may be None."""
+    if limit is not None:
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit)
+    return (up + beta) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
+@triton.jit
+def held_here(expert, num_experts: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether this rank holds an expert. Whatever else an id says, no weight is read for it."""
+    return (expert >= 0) & (expert < num_experts)
+
+
+@triton.jit
+def start_launch(waits: tl.constexpr, overlaps: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Open a kernel whose launch overlaps its neighbours': wait for the former one, then let the next one start.
+
+    In this order: a kernel that has waited saw all its forerunners end, so the next one may read before its own wait
+    whatever was written before this kernel.
+    """
+    if waits:
+        gdc_wait()
+    if overlaps:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_former(waits: tl.constexpr):  # type: ignore[no-untyped-def]
+    if waits:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(start, num_bytes: tl.constexpr, num_threads: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Ask for `num_bytes` from `start` on to be brought to L2, 16 bytes or a multiple for each thread."""
+    share: tl.constexpr = num_bytes // num_threads
+    places = start.to(tl.pointer_type(tl.int8)) + tl.arange(0, num_threads) * share
+    sizes = tl.full([num_threads], share, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [places, sizes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def places_in_expert(  # type: ignore[no-untyped-def]
+    ids, slot, expert, num_slots, slot_block: tl.constexpr
+):
+    """How the slots of `expert` are numbered: `(is of it [slot_block], its number, number of slot, their count)`."""
+    slots = tl.arange(0, slot_block)
+    chosen = tl.load(ids + slots, mask=slots < num_slots, other=-1) == expert
+    number = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    before = tl.sum((chosen & (slots < slot)).to(tl.int32), axis=0)
+    return chosen, number, before, tl.sum(chosen.to(tl.int32), axis=0)
+
+
+@triton.jit
+def rows_from(  # type: ignore[no-untyped-def]
+    chosen, number, first, count, slot_block: tl.constexpr, block_m: tl.constexpr
+):
+    """The slots number `first` to `first + block_m - 1` of an expert, and which of them exist."""
+    slots = tl.arange(0, slot_block)
+    wanted = first + tl.arange(0, block_m)
+    is_it = chosen[None, :] & (number[None, :] == wanted[:, None])
+    return tl.sum(tl.where(is_it, slots[None, :], 0), axis=1), wanted < count

@@ -1,0 +1,250 @@
+"""Which configurations of the kernels are worth timing, as data.
+
+A tactic is `(method, first, second)`: how rows find their expert, then the configuration of each product, e.g.
+`("few", ("gemv", 4, 512, 4, 1), ("swap", 64, 128, 4, 3))`. The two products do not influence each other, so a search
+has to time the sum of their configurations and not their product: that is what a `Space` offers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+#: `(kind, rows of weights, stretch of the reduction, warps, stages[, splits of the reduction])`
+Config = tuple[Any, ...]
+
+#: A product without tensor cores; a tile with rows on the left; with the weights on the left; the same with TMA.
+GEMV, DOT, SWAP, DOT_TMA, SWAP_TMA = "gemv", "dot", "swap", "dot_tma", "swap_tma"
+
+FEW = "few"
+#: Rows of a tile in each method; "few" works out its rows in place, the others need the aligned table.
+BLOCK_M = {FEW: 16, "grouped16": 16, "grouped32": 32, "grouped64": 64, "grouped128": 128}
+
+#: "few" is not offered above so many slots: each program looks at all of them.
+MAX_FEW_SLOTS = 512
+#: Above so many tokens a product without tensor cores repeats too much.
+MAX_GEMV_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Space:
+    """The configurations of one method; any of `first` goes with any of `second`."""
+
+    method: str
+    first: tuple[Config, ...]
+    second: tuple[Config, ...]
+
+    def tactic(self, i: int, j: int) -> tuple[Any, ...]:
+        return (self.method, self.first[i], self.second[j])
+
+    def tactics(self) -> Iterator[tuple[Any, ...]]:
+        """All of `first` with the first of `second`, then the rest of `second` with the first of `first`."""
+        for i in range(len(self.first)):
+            yield self.tactic(i, 0)
+        for j in range(1, len(self.second)):
+            yield self.tactic(0, j)
+
+
+FIRST_GEMV: tuple[Config, ...] = (
+    (GEMV, 4, 512, 4, 1),
+    (GEMV, 4, 1024, 4, 1),
+    (GEMV, 2, 2048, 4, 1),
+    (GEMV, 4, 2048, 8, 1),
+    (GEMV, 2, 1024, 4, 1),
+    (GEMV, 8, 512, 4, 1),
+    (GEMV, 8, 512, 8, 1),
+    (GEMV, 8, 256, 4, 3),
+    (GEMV, 4, 512, 4, 3),
+    (GEMV, 4, 256, 2, 4),
+    (GEMV, 8, 512, 8, 3),
+)
+SECOND_GEMV: tuple[Config, ...] = (
+    (GEMV, 2, 256, 4, 1),
+    (GEMV, 1, 256, 4, 1),
+    (GEMV, 4, 256, 8, 1),
+    (GEMV, 4, 256, 4, 1),
+    (GEMV, 2, 512, 8, 1),
+    (GEMV, 2, 256, 4, 3),
+    (GEMV, 1, 256, 4, 3),
+    (GEMV, 4, 256, 8, 3),
+    (GEMV, 4, 128, 4, 4),
+    (GEMV, 8, 128, 8, 3),
+)
+FIRST_FEW: tuple[Config, ...] = (
+    (DOT, 16, 256, 4, 3),
+    (DOT, 32, 128, 4, 3),
+    (DOT, 32, 128, 4, 4),
+    (DOT, 32, 256, 4, 2),
+    (DOT, 32, 256, 4, 3),
+    (DOT, 64, 128, 4, 3),
+    (SWAP, 64, 64, 4, 4),
+    (SWAP, 64, 128, 4, 2),
+    (SWAP, 64, 128, 4, 3),
+    (SWAP_TMA, 64, 64, 4, 4),
+    (SWAP_TMA, 64, 64, 4, 6),
+    (SWAP_TMA, 64, 128, 4, 2),
+    (SWAP_TMA, 64, 128, 4, 3),
+    (DOT_TMA, 32, 128, 4, 3),
+)
+SECOND_FEW: tuple[Config, ...] = (
+    (DOT, 32, 128, 4, 3, 1),
+    (DOT, 32, 256, 4, 3, 1),
+    (DOT, 64, 128, 4, 3, 1),
+    (DOT, 64, 256, 4, 3, 1),
+    (DOT, 32, 256, 4, 3, 2),
+    (SWAP, 64, 64, 4, 4, 1),
+    (SWAP, 64, 128, 4, 3, 1),
+    (SWAP, 64, 128, 4, 4, 1),
+    (SWAP, 128, 64, 4, 4, 1),
+    (SWAP, 64, 128, 4, 3, 2),
+    (SWAP_TMA, 64, 128, 4, 3, 1),
+    (SWAP_TMA, 64, 128, 4, 4, 1),
+    (SWAP_TMA, 128, 64, 4, 4, 1),
+    (SWAP_TMA, 64, 128, 4, 3, 2),
+    (DOT_TMA, 64, 128, 4, 3, 1),
+)
+FIRST_GROUPED: dict[str, tuple[Config, ...]] = {
+    "grouped16": (
+        (DOT, 32, 128, 4, 3),
+        (DOT, 32, 256, 4, 3),
+        (DOT, 64, 128, 4, 3),
+        (SWAP, 64, 64, 4, 4),
+        (SWAP, 64, 128, 4, 3),
+        (SWAP_TMA, 64, 64, 4, 4),
+        (SWAP_TMA, 64, 64, 4, 6),
+        (SWAP_TMA, 64, 128, 4, 2),
+        (SWAP_TMA, 64, 128, 4, 3),
+        (SWAP_TMA, 128, 64, 8, 4),
+    ),
+    "grouped32": (
+        (SWAP, 64, 64, 4, 4),
+        (SWAP, 64, 128, 4, 3),
+        (SWAP_TMA, 64, 64, 4, 4),
+        (SWAP_TMA, 64, 64, 4, 5),
+        (SWAP_TMA, 64, 128, 4, 2),
+        (SWAP_TMA, 64, 128, 4, 3),
+        (SWAP_TMA, 128, 64, 8, 4),
+        (DOT, 64, 128, 4, 3),
+    ),
+    "grouped64": (
+        (DOT, 64, 64, 4, 4),
+        (DOT, 128, 64, 4, 3),
+        (DOT, 128, 64, 8, 4),
+        (DOT_TMA, 64, 64, 4, 4),
+        (DOT_TMA, 128, 64, 4, 3),
+        (DOT_TMA, 128, 64, 8, 4),
+        (SWAP_TMA, 64, 64, 4, 4),
+        (SWAP_TMA, 128, 64, 8, 4),
+    ),
+    "grouped128": (
+        (DOT, 64, 64, 4, 4),
+        (DOT, 128, 64, 8, 3),
+        (DOT, 128, 64, 8, 4),
+        (DOT_TMA, 64, 64, 4, 4),
+        (DOT_TMA, 128, 64, 8, 3),
+        (DOT_TMA, 128, 64, 8, 4),
+    ),
+}
+SECOND_GROUPED: dict[str, tuple[Config, ...]] = {
+    "grouped16": (
+        (DOT, 64, 128, 4, 3, 1),
+        (DOT, 64, 256, 4, 3, 1),
+        (SWAP, 64, 128, 4, 3, 1),
+        (SWAP, 128, 64, 4, 4, 1),
+        (SWAP, 128, 128, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 4, 1),
+        (SWAP_TMA, 128, 64, 4, 4, 1),
+        (SWAP_TMA, 128, 128, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 3, 2),
+    ),
+    "grouped32": (
+        (SWAP, 64, 128, 4, 3, 1),
+        (SWAP, 128, 64, 4, 4, 1),
+        (SWAP_TMA, 64, 128, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 4, 1),
+        (SWAP_TMA, 128, 64, 4, 4, 1),
+        (SWAP_TMA, 128, 128, 4, 3, 1),
+        (DOT, 64, 128, 4, 3, 1),
+    ),
+    "grouped64": (
+        (DOT, 128, 64, 4, 4, 1),
+        (DOT, 256, 64, 8, 3, 1),
+        (DOT_TMA, 128, 64, 4, 4, 1),
+        (DOT_TMA, 256, 64, 8, 3, 1),
+        (DOT_TMA, 256, 64, 8, 4, 1),
+        (SWAP_TMA, 128, 64, 4, 4, 1),
+        (SWAP_TMA, 128, 128, 4, 3, 1),
+    ),
+    "grouped128": (
+        (DOT, 128, 64, 8, 3, 1),
+        (DOT, 256, 64, 8, 3, 1),
+        (DOT_TMA, 128, 64, 8, 3, 1),
+        (DOT_TMA, 128, 64, 4, 4, 1),
+        (DOT_TMA, 256, 64, 8, 3, 1),
+    ),
+}
+
+#: Everything that may be asked for, method by method: what a stored tactic is held against.
+KNOWN = {
+    FEW: Space(FEW, FIRST_GEMV + FIRST_FEW, SECOND_GEMV + SECOND_FEW),
+    **{name: Space(name, FIRST_GROUPED[name], SECOND_GROUPED[name]) for name in FIRST_GROUPED},
+}
+
+
+def spaces(num_tokens: int, top_k: int, num_experts: int) -> list[Space]:
+    """What is worth timing at `num_tokens`, with about as many rows for each expert."""
+    num_slots = num_tokens * top_k
+    result = []
+    if num_slots <= MAX_FEW_SLOTS:
+        if num_tokens <= 2:
+            result.append(Space(FEW, FIRST_GEMV + FIRST_FEW[:6], SECOND_GEMV + SECOND_FEW[:5]))
+        elif num_tokens <= MAX_GEMV_TOKENS:
+            result.append(Space(FEW, FIRST_GEMV[:4] + FIRST_FEW, SECOND_GEMV[:4] + SECOND_FEW))
+        else:
+            result.append(Space(FEW, FIRST_FEW, SECOND_FEW))
+    if not result or num_slots > 64:
+        result += [KNOWN[name] for name in _grouped(num_slots / num_experts)]
+    return result
+
+
+def _grouped(rows: float) -> list[str]:
+    """The methods whose tiles hold `rows` rows of an expert in one or two."""
+    if rows <= 8:
+        return ["grouped16"]
+    if rows <= 16:
+        return ["grouped16", "grouped32"]
+    if rows <= 32:
+        return ["grouped32", "grouped64"]
+    if rows <= 64:
+        return ["grouped64", "grouped128"]
+    return ["grouped128"]
+
+
+def normalised(tactic: Any) -> tuple[Any, ...] | None:
+    """The known tactic that a stored one spells, with lists for tuples or not; None where there is none."""
+    if not isinstance(tactic, (tuple, list)) or len(tactic) != 3 or not isinstance(tactic[0], str):
+        return None
+    space = KNOWN.get(tactic[0])
+    if space is None:
+        return None
+    first, second = _found(space.first, tactic[1]), _found(space.second, tactic[2])
+    return None if first is None or second is None else (space.method, first, second)
+
+
+def _found(configs: tuple[Config, ...], stored: Any) -> Config | None:
+    if not isinstance(stored, (tuple, list)) or not all(type(part) in (str, int) for part in stored):
+        return None
+    stored = tuple(stored)
+    return stored if stored in configs else None
+
+
+def suits(tactic: tuple[Any, ...], num_tokens: int, top_k: int) -> bool:
+    """Whether a known tactic computes the right thing at all at `num_tokens`."""
+    return tactic[0] != FEW or num_tokens * top_k <= MAX_FEW_SLOTS
+
+
+def default_tactic(num_tokens: int, top_k: int, num_experts: int) -> tuple[Any, ...]:
+    """What runs without tuning: a reasonable configuration for `num_tokens`, by rule."""
+    return spaces(num_tokens, top_k, num_experts)[-1].tactic(0, 0)
