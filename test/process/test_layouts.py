@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import initialize
 from sglang.srt.environ import envs
+from sglang.srt.layers.attention.torch_native import TorchNativeAttention
 from sglang.srt.managers.io_struct import (
     AbortRequest,
     BatchTokenOutput,
@@ -30,6 +31,7 @@ from sglang.srt.managers.io_struct import (
     WorkerMessage,
 )
 from sglang.srt.managers.worker import create_scheduler
+from sglang.srt.model_executor.decode_graphs import DecodeGraphs
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
@@ -98,8 +100,32 @@ class Client:
         self.send(msgspec.msgpack.decode(message, type=WorkerMessage))
 
 
-def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], overlap: bool = False):
-    """Serve `requests` on one rank; gives tokens, scores and states that the client got, and what is still held."""
+REPLAYED_SIZES = (1, 2, 4)
+
+
+def replay_decodes(runner: ModelRunner) -> None:
+    """Give `runner` decode graphs whose capture keeps the function and whose replay calls it, as there is no GPU."""
+    replayed = []
+
+    def capture(run):
+        return lambda: (replayed.append(run), run())
+
+    runner.decode_graphs = DecodeGraphs(
+        REPLAYED_SIZES,
+        TorchNativeAttention(runner.req_to_token_pool, runner.kv_pool),
+        runner.forward_into,
+        runner.model_config.vocab_size,
+        runner.device,
+        capture,
+        runner.plan_fence,
+        num_replicas=runner.parallel.attn_dp.size,
+    )
+    runner.replayed = replayed
+
+
+def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], variant: str = ""):
+    """Serve `requests` on one rank; gives tokens, scores and states that the client got, what is still held, and how
+    many forwards were replays."""
     torch.set_num_threads(1)
     args = ServerArgs(
         device="cpu",
@@ -115,13 +141,16 @@ def serve(rank: int, port: int, sizes: dict, requests: list[TokenizedRequest], o
     parallel = initialize(args, rank, f"tcp://127.0.0.1:{port}", torch.device("cpu"))
     runner = ModelRunner(args, config, parallel)
     client = Client(requests)
-    with envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.override(overlap):
+    if variant == "replays":
+        replay_decodes(runner)
+    with envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.override(variant == "overlap"):
         scheduler = create_scheduler(runner, client)
     scheduler.run()
     parallel.world.barrier(20)
     scheduler.handle([FlushCache(1)])
     held = runner.allocator.num_tokens - runner.allocator.available()
-    return client.tokens, client.scores, [msgspec.structs.asdict(state) for state in client.states], held
+    states = [msgspec.structs.asdict(state) for state in client.states]
+    return client.tokens, client.scores, states, held, len(getattr(runner, "replayed", ()))
 
 
 def make_requests(num_replicas: int) -> list[TokenizedRequest]:
@@ -142,20 +171,30 @@ def make_requests(num_replicas: int) -> list[TokenizedRequest]:
 
 @pytest.fixture(scope="module")
 def one_rank() -> tuple[dict[str, list[int]], dict[str, list[float | None]]]:
-    ((tokens, scores, _, _),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1)))
+    ((tokens, scores, *_),) = results_of(run_ranks(1, serve, free_port(), {}, make_requests(1)))
     return tokens, scores
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, "one rank, overlap", "TP2, overlap"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *LAYOUTS,
+        "one rank, overlap",
+        "TP2, overlap",
+        "DP2, replays",
+        "DP4xEP4, replays",
+        "TP4xDP2xEP2, replays",
+    ],
+)
 def test_a_layout_says_what_one_rank_says(name, one_rank):
-    overlap = name.endswith("overlap")
-    sizes = {"tp_size": 2 if "TP2" in name else 1} if overlap else LAYOUTS[name]
+    layout, _, variant = name.partition(", ")
+    sizes = LAYOUTS.get(layout, {})
     num_ranks = sizes.get("tp_size", 1) * sizes.get("pp_size", 1)
     num_replicas = sizes.get("attn_dp_size", 1)
     requests = make_requests(num_replicas)
-    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, overlap)
+    outcomes = run_ranks(num_ranks, serve, free_port(), sizes, requests, variant)
     results = results_of(outcomes)
-    tokens, scores, states, _ = results[0]
+    tokens, scores, states, *_ = results[0]
     expected_tokens, expected_scores = one_rank
     for rid, expected in expected_tokens.items():
         if rid == ABORTED:
@@ -166,4 +205,7 @@ def test_a_layout_says_what_one_rank_says(name, one_rank):
             assert tokens[rid] == expected, rid
             assert scores[rid] == pytest.approx(expected_scores[rid], abs=1e-3), rid
     assert sorted(state["replica"] for state in states) == list(range(num_replicas))
-    assert [held for _, _, _, held in results] == [0] * num_ranks
+    assert [held for _, _, _, held, _ in results] == [0] * num_ranks
+    num_replays = [replays for *_, replays in results]
+    assert num_replays == [num_replays[0]] * num_ranks, "all ranks replay, or none does"
+    assert (num_replays[0] > 10) == (variant == "replays")

@@ -53,7 +53,11 @@ class FakeDevice:
         self.batch_sizes: list[int] = []
         self.num_tokens: list[int] = []
         self.launched: list[tuple[ForwardMode, list[str], list[int] | None]] = []
+        self.all_may_replay: list[bool] = []
         self.prefilled: list[str] = []
+
+    def may_replay(self, forward_batch):
+        return forward_batch.mode is not ForwardMode.EXTEND
 
     def launch(self, forward_batch, reqs):
         assert len(reqs) == forward_batch.batch_size
@@ -69,6 +73,7 @@ class FakeDevice:
         tokens = [next_token(self.kv[self.pool.req_to_token[row, :n].long()].tolist()) for row, n in rows]
         if self.latest is not None:
             self.latest[forward_batch.req_pool_indices] = torch.tensor(tokens)
+        self.all_may_replay.append(forward_batch.all_may_replay)
         self.launched.append((forward_batch.mode, [req.rid for req in reqs], forward_batch.global_num_tokens))
         if reqs:  # an idle batch has no tokens to take
             self.num_in_flight += 1

@@ -126,7 +126,26 @@ def test_only_decode_batches_up_to_the_largest_size_are_covered(runner: ModelRun
     assert not graphs.covers(ForwardBatch.dummy(ForwardMode.EXTEND, [1] * 2, ids[:2]))
     gathered = ForwardBatch.dummy(ForwardMode.DECODE, [1], ids[:1])
     gathered.global_num_tokens = [1, 3]
-    assert not graphs.covers(gathered), "the other ranks of an attention-DP group are not padded"
+    assert graphs.fits(gathered) and not graphs.covers(gathered), "another rank of its group runs eagerly"
+    gathered.all_may_replay = True
+    assert graphs.covers(gathered)
+
+
+def test_replicas_replay_the_size_of_the_largest_batch_and_an_idle_one_pads_all_of_it(
+    runner: ModelRunner, sequences: list[Sequence]
+) -> None:
+    captures = Captures()
+    graphs = graphs_of(runner, captures)
+    mine = decode_batch(runner, [(sequences[0], 50)])
+    expected = runner.forward(mine).clone()
+    idle = ForwardBatch.idle(runner.device)
+    for batch in (mine, idle):
+        batch.global_num_tokens, batch.all_may_replay = [1, 3, 0], True
+        assert graphs.covers(batch)
+        logits = graphs.replay(batch)
+        assert logits.shape[0] == batch.batch_size
+        torch.testing.assert_close(logits, expected[: batch.batch_size], atol=1e-4, rtol=1e-4)
+    assert captures.replayed == [SIZES[::-1].index(4)] * 2
 
 
 def test_progress_counts_the_sizes(runner: ModelRunner) -> None:

@@ -91,16 +91,18 @@ def test_a_prompt_that_was_begun_takes_no_more_than_others_left_of_its_room(num_
 
 
 class OtherReplica:
-    """Stands where another replica would: `plan` is what it brings into each step, then nothing."""
+    """Stands where another replica would: `plan` is what it brings into each step, then nothing. More than
+    `most_decoded` tokens are a prefill."""
 
-    def __init__(self, plan: list[int]) -> None:
-        self.plan = list(plan)
+    def __init__(self, plan: list[int], most_decoded: int = 1) -> None:
+        self.plan, self.most_decoded = list(plan), most_decoded
         self.seen: list[tuple[int, bool]] = []
 
-    def __call__(self, num_tokens, is_busy):
+    def __call__(self, num_tokens, is_busy, may_replay):
         self.seen.append((num_tokens, is_busy))
         theirs = self.plan.pop(0) if self.plan else 0
-        return Load([num_tokens, theirs], is_busy or bool(self.plan) or theirs > 0)
+        all_may_replay = may_replay and theirs <= self.most_decoded
+        return Load([num_tokens, theirs], is_busy or bool(self.plan) or theirs > 0, all_may_replay)
 
 
 def test_an_idle_replica_takes_part_in_the_forwards_of_another():
@@ -122,6 +124,16 @@ def test_a_batch_knows_the_tokens_of_all_replicas():
     assert bench.tokens("r") == expected_tokens(prompt(1, 6), 5)
     bench.scheduler.step()
     assert other.seen == [(6, True), (1, True), (1, True), (1, True), (1, True), (0, False)]
+
+
+def test_a_captured_forward_is_replayed_only_where_every_replica_decodes_or_is_idle():
+    bench = bench_of(1, share_load=OtherReplica([0, 7, 1, 1]))
+    bench.add("r", prompt(1, 6), 3)
+    bench.run()
+    bench.scheduler.step()  # idle here, a decode there
+    counts = [counts for _, _, counts in bench.device.launched]
+    assert counts == [[6, 0], [1, 7], [1, 1], [0, 1]]
+    assert bench.device.all_may_replay == [False, False, True, True]
 
 
 def test_a_replica_whose_forward_is_under_way_is_busy_in_the_turn_of_an_empty_micro_batch():

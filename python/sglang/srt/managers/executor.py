@@ -70,6 +70,11 @@ class ModelExecutor:
         self._counts = TokenCounts(self._vocab_size, self.device)
         self._latest = LatestTokens(runner.max_running_requests, self.device) if overlap else None
 
+    def may_replay(self, forward_batch: ForwardBatch) -> bool:
+        """Whether a captured forward could run `forward_batch`; see `Executor`."""
+        graphs = self._runner.decode_graphs
+        return graphs is not None and graphs.fits(forward_batch)
+
     def launch(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         """Run this rank's part of the forward; see `Executor`."""
         with self._watchdog.guard():
@@ -118,7 +123,7 @@ class ModelExecutor:
         """The chosen tokens, then the words of `plan`, in one int64 tensor."""
         runner = self._runner
         if forward_batch.mode is ForwardMode.IDLE:
-            runner.forward_hidden(forward_batch, hidden_states)
+            runner.take_part(forward_batch, hidden_states)
             return forward_batch.input_ids  # none
         if not plan.prompt_rows:
             logits = runner.forward(forward_batch, hidden_states)

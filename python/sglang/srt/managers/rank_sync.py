@@ -70,17 +70,17 @@ class RankSync:
         else:
             self._outbox.append(message)
 
-    def share_load(self, num_tokens: int, is_busy: bool) -> Load:
+    def share_load(self, num_tokens: int, is_busy: bool, may_replay: bool) -> Load:
         """What all replicas bring into this step's forward; collective over the replicas."""
         replicas = self._replicas
         words = torch.frombuffer(bytearray(self._encoder.encode(self._outbox)), dtype=torch.uint8)
         num_bytes = words.numel() if self._outbox else 0
         self._outbox.clear()
-        mine = torch.tensor([num_tokens, is_busy, num_bytes], dtype=torch.int64)
-        counts, busy, lengths = replicas.all_gather(mine).view(replicas.size, 3).T.tolist()
+        mine = torch.tensor([num_tokens, is_busy, may_replay, num_bytes], dtype=torch.int64)
+        counts, busy, may, lengths = replicas.all_gather(mine).view(replicas.size, 4).T.tolist()
         if any(lengths):
             self._pass_on(words, lengths)
-        return Load(counts, any(busy))
+        return Load(counts, any(busy), all(may))
 
     def _broadcast(self, messages: list[msgspec.Raw]) -> list[MainMessage]:
         """Decode the first rank's `messages` on every rank."""

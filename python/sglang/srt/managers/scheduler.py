@@ -55,9 +55,13 @@ Tokens = Callable[[], list[int]]
 
 
 class Executor(Protocol):
-    """Runs a batch on the device. The device side of the scheduler is this one method."""
+    """Runs a batch on the device: the device side of the scheduler."""
 
     device: torch.device
+
+    def may_replay(self, forward_batch: ForwardBatch) -> bool:
+        """Whether a captured forward could run `forward_batch` (decode or idle), if those of all replicas could."""
+        ...
 
     def launch(self, forward_batch: ForwardBatch, reqs: Sequence[Req]) -> Tokens:
         """Run this rank's part of the forward. Batches are launched, and their tokens taken, in one order."""
@@ -66,14 +70,17 @@ class Executor(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """What the attention-DP replicas have to do at this step: the tokens of each, and whether one has any work left."""
+    """What the attention-DP replicas have to do at this step: the tokens of each, whether one has any work left, and
+    whether all could replay a captured forward."""
 
     num_tokens: list[int]
     is_busy: bool
+    all_may_replay: bool = False
 
 
-ShareLoad = Callable[[int, bool], Load]
-"""Called once in each step with this replica's tokens and whether it has work; gives what all have."""
+ShareLoad = Callable[[int, bool, bool], Load]
+"""Called once in each step with this replica's tokens, whether it has work and whether it could replay a captured
+forward; gives what all have."""
 
 
 @dataclass
@@ -181,28 +188,36 @@ class Scheduler:
         batch = self._next_prefill(micro_batch) or self._next_decode(micro_batch)
         if self._share_load is None:
             if batch is not None:
-                self._launch(micro_batch, batch)
+                self._launch(micro_batch, batch, self._memory.forward_batch(batch, self._executor.device))
         else:
-            num_tokens = 0 if batch is None else sum(batch.num_new_tokens)
-            load = self._share_load(num_tokens, batch is not None or not self.is_idle)
-            self._replicas_are_busy = load.is_busy
-            if any(load.num_tokens):
-                self._launch(micro_batch, batch, load.num_tokens)
+            self._launch_with_replicas(self._share_load, micro_batch, batch)
         num_left = 1 if self._overlap and batch is not None else 0
         self._take_tokens(self._micro_batches[self._turn], num_left)
 
-    def _launch(
-        self, micro_batch: MicroBatch, batch: Batch | None, global_num_tokens: list[int] | None = None
+    def _launch_with_replicas(
+        self, share_load: ShareLoad, micro_batch: MicroBatch, batch: Batch | None
     ) -> None:
         """Run `batch`, or take part in the forward of other replicas with an idle one."""
         device = self._executor.device
-        if batch is None:
-            idle_batch = ForwardBatch.idle(device)
-            idle_batch.global_num_tokens = global_num_tokens
-            self._executor.launch(idle_batch, [])
+        forward_batch = (
+            ForwardBatch.idle(device) if batch is None else self._memory.forward_batch(batch, device)
+        )
+        load = share_load(
+            forward_batch.num_tokens,
+            batch is not None or not self.is_idle,
+            self._executor.may_replay(forward_batch),
+        )
+        self._replicas_are_busy = load.is_busy
+        if not any(load.num_tokens):
             return
-        forward_batch = self._memory.forward_batch(batch, device)
-        forward_batch.global_num_tokens = global_num_tokens
+        forward_batch.global_num_tokens = load.num_tokens
+        forward_batch.all_may_replay = load.all_may_replay
+        if batch is None:
+            self._executor.launch(forward_batch, [])
+        else:
+            self._launch(micro_batch, batch, forward_batch)
+
+    def _launch(self, micro_batch: MicroBatch, batch: Batch, forward_batch: ForwardBatch) -> None:
         tokens = self._executor.launch(forward_batch, batch.reqs)
         is_kept = [req.num_to_extend <= 0 for req in batch.reqs]
         micro_batch.in_flight.append(Launched(batch, is_kept, tokens))

@@ -1,6 +1,9 @@
 """Decode forwards recorded once per batch size and replayed, which spares the host hundreds of launches a token.
 
-A batch is padded to the next captured size with sequences of one token that live in the padding row and slot.
+A batch is padded to the next captured size with sequences of one token that live in the padding row and slot. Under
+attention DP all ranks replay the size that holds the largest of their batches, or none of them does; an idle rank's
+batch is padding alone.
+
 All inputs stand in buffers that never move; before each replay they are filled and the attention is planned.
 """
 
@@ -71,8 +74,9 @@ class StaticDecodeBatch:
     def fill(self, batch: ForwardBatch, size: int) -> ForwardBatch:
         """Copy `batch` into the buffers and pad it to `size` sequences; returns the padded batch."""
         num_seqs = batch.batch_size
-        assert batch.columns is not None, "a decode batch has its inputs in one tensor"
-        self._columns[:, :num_seqs].copy_(batch.columns)
+        if num_seqs:
+            assert batch.columns is not None, "a decode batch has its inputs in one tensor"
+            self._columns[:, :num_seqs].copy_(batch.columns)
         if num_seqs < size:
             self._columns[:, num_seqs:size].copy_(self._padding[:, num_seqs:size])
         return self.view(size, [*batch.seq_lens_cpu, *([1] * (size - num_seqs))])
@@ -115,16 +119,17 @@ class DecodeGraphs:
         capture: Capture,
         fence: PlanFence,
         *,
+        num_replicas: int = 1,
         visible: bool = False,
         progress: Progressing | None = None,
     ) -> None:
         """Capture `forward` at each of `sizes`, with `attention` as the batches' attention backend, planned within
-        `fence`.
+        `fence`. The `num_replicas` ranks of an attention-DP group capture together.
 
         `visible` shows a bar on a terminal; `progress` hears `{"done", "total"}` after each size.
         """
         self.sizes = tuple(sorted(sizes))
-        self._attention, self._fence = attention, fence
+        self._attention, self._fence, self._num_replicas = attention, fence, num_replicas
         self._inputs = StaticDecodeBatch(self.sizes[-1], device)
         self._logits = torch.empty(self.sizes[-1], vocab_size, dtype=torch.float32, device=device)
         self.replays: dict[int, Callable[[], None]] = {}
@@ -136,21 +141,28 @@ class DecodeGraphs:
     def _captured(self, size: int, forward: DecodeForward, capture: Capture) -> Callable[[], None]:
         batch, logits = self._inputs.view(size, [1] * size), self._logits[:size]
         batch.attn_backend = self._attention
+        if self._num_replicas > 1:
+            batch.global_num_tokens = [size] * self._num_replicas
         self._attention.init_forward_metadata(batch)
         return capture(lambda: forward(batch, logits))
 
-    def covers(self, batch: ForwardBatch) -> bool:
-        """Whether `batch` is a decode batch that fits a captured size, and the buffers of its attention."""
+    def fits(self, batch: ForwardBatch) -> bool:
+        """Whether `batch` is a decode or idle batch that fits a captured size, and the buffers of its attention."""
         return (
-            batch.mode is ForwardMode.DECODE
-            and batch.global_num_tokens is None
+            batch.mode is not ForwardMode.EXTEND
             and batch.batch_size <= self.sizes[-1]
             and self._attention.can_plan(batch)
         )
 
+    def covers(self, batch: ForwardBatch) -> bool:
+        """Whether `batch` is to be replayed; under attention DP all ranks give the same answer."""
+        if batch.global_num_tokens is not None:
+            return batch.all_may_replay
+        return batch.mode is ForwardMode.DECODE and self.fits(batch)
+
     def replay(self, batch: ForwardBatch) -> torch.Tensor:
         """`[B, vocab_size]` float32 logits of a covered batch, in a buffer that the next replay overwrites."""
-        size = covering_size(self.sizes, batch.batch_size)
+        size = covering_size(self.sizes, max(batch.global_num_tokens or [batch.batch_size]))
         assert size is not None, "ask covers() first"
         padded = self._inputs.fill(batch, size)
         with self._fence.planning():
@@ -180,8 +192,8 @@ def capture_decode_graphs(runner: ModelRunner, progress: Progressing | None = No
     if args.disable_cuda_graph:
         logger.info("Decode runs eagerly (--disable-cuda-graph)")
         return None
-    if parallel.pp.size > 1 or parallel.attn_dp.size > 1:
-        logger.warning("Decode runs eagerly: graphs are not captured with pipeline stages or attention DP")
+    if parallel.pp.size > 1:
+        logger.warning("Decode runs eagerly: graphs are not captured with pipeline stages")
         return None
     attention = runner.attn_backend.for_graphs(runner.limits.decode_batch_sizes)
     assert attention is not None, "check_capturable lets no other backend through"
@@ -194,6 +206,7 @@ def capture_decode_graphs(runner: ModelRunner, progress: Progressing | None = No
         runner.device,
         CudaGraphCapture(runner.device),
         runner.plan_fence,
+        num_replicas=parallel.attn_dp.size,
         visible=parallel.world.is_first,
         progress=progress,
     )

@@ -47,6 +47,7 @@ class ForwardBatch:
     extend_seq_lens_cpu: list[int] | None = None
     extend_prefix_lens_cpu: list[int] | None = None
     global_num_tokens: list[int] | None = None  # T of every attention-DP rank, None without attention DP
+    all_may_replay: bool = False  # the batches of all attention-DP ranks fit a captured decode forward
     attn_backend: AttentionBackend | None = None  # set by the model runner
     columns: torch.Tensor | None = None  # [5, B]: whose rows the fields of a DECODE batch are
     balanced_routing: bool = False  # experts in turn, whatever the router says, so that tuning finds all busy

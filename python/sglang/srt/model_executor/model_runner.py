@@ -196,6 +196,14 @@ class ModelRunner:
         return self.compute_logits(last_token_rows(self.forward_hidden(batch, hidden_states), batch))
 
     @torch.inference_mode()
+    def take_part(self, batch: ForwardBatch, hidden_states: torch.Tensor | None = None) -> None:
+        """The forward of an idle batch: this rank's part in what its attention-DP neighbours run."""
+        if self.decode_graphs is not None and self.decode_graphs.covers(batch):
+            self.decode_graphs.replay(batch)
+        else:
+            self.forward_hidden(batch, hidden_states)
+
+    @torch.inference_mode()
     def forward_into(self, batch: ForwardBatch, logits: torch.Tensor) -> None:
         """A decode batch whose attention is set and planned already; its logits go to `logits` `[B, vocab_size]`."""
         assert self.logits_processor is not None, "only the last pipeline stage has the head"
