@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from sglang.srt.autotune.megamoe.kernels.base import Geometry, Knobs
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
+from sglang.srt.autotune.megamoe.lockstep import LockstepSweep
 from sglang.srt.autotune.megamoe.sweep import PRELOADED, num_workers, sweep_reserve_bytes
 from sglang.srt.autotune.megamoe.sweep_search import LadderSearch, pick_anchors
 from sglang.srt.autotune.megamoe.sweep_worker import Outcome
@@ -172,3 +174,15 @@ def test_what_workers_are_forked_from_holds_nothing_that_may_initialise_cuda():
         [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60
     )
     assert said.stdout.strip() == "False", said.stderr
+
+
+def test_ranks_try_everything_where_the_single_rank_sweep_came_to_nothing():
+    context = SimpleNamespace(
+        profiles=SimpleNamespace(kernel=ScriptedKernel(num_tiles=3)),
+        agreement=SimpleNamespace(is_alone=False),
+    )
+    default, other = {"tile": 0, "minor": 0}, {"tile": 2, "minor": 1}
+    sweep = LockstepSweep(context, {1: [other], 2: []})  # type: ignore[arg-type]
+    assert sweep._candidates(1, None) == [default, other]
+    assert sweep._candidates(2, None) == ScriptedKernel(num_tiles=3).candidates(2)
+    assert sweep._candidates(4, [other]) == [default, other], "without an order: what did best before"

@@ -48,8 +48,8 @@ class LockstepSweep:
 
     def _candidates(self, capacity: int, inherited: list[Knobs] | None) -> list[Knobs]:
         kernel, default = self._kernel, self._kernel.default_knobs(capacity)
-        if capacity in self._order:
-            rest = list(self._order[capacity])[:NUM_ORDERED]
+        if ranking := self._order.get(capacity):  # empty where the single-rank sweep came to nothing
+            rest = list(ranking)[:NUM_ORDERED]
         elif inherited:
             rest = inherited + kernel.variants(inherited[0])
         else:

@@ -77,6 +77,9 @@ def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], worker
         sweep = WorkerSweep(kernel, capacities, workers, environment={"MEGA_NO_DIST": "1"}, spec=spec)
         for _ in sweep.run():
             context.agreement.announce("sweeping MegaMoE candidates on one rank")
+        context.problems += sweep.problems
+        context.timings.update({f"sweep_{name}": seconds for name, seconds in sweep.seconds.items()})
+        context.timings |= {"workers": workers, "candidates": sweep.search.num_candidates}
         order = [[capacity, sweep.search.ranking(capacity)] for capacity in capacities]
     answers = context.agreement.gather("order of MegaMoE candidates", order)
     order = answers[context.agreement.ranks[0]]
