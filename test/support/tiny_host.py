@@ -20,7 +20,7 @@ from sglang.srt.autotune.plan import Limits, Shape
 from sglang.srt.autotune.report import StageReport
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.stage import run_stage
-from sglang.srt.layers.moe.base import MoEShape
+from sglang.srt.layers.moe.base import ExpertWeights, MoEShape
 from sglang.srt.layers.moe.reference import ReferenceMoE, ReferenceMoERunner
 from sglang.srt.layers.moe.topk import balanced_topk_ids
 
@@ -88,6 +88,10 @@ class TinyProbe:
 
     def run(self) -> torch.Tensor:
         return self._host.runner.run(self._hidden, self._ids, self._weights, self._host.w13, self._host.w2)
+
+    def compile_jobs(self) -> list[Callable[[], None]]:
+        inputs = (self._hidden, self._ids, self._weights)
+        return self._host.runner.compile_jobs(*inputs, ExpertWeights(self._host.w13, self._host.w2))
 
     def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.arange(min(max_rows, self._hidden.shape[0]))

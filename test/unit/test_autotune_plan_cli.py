@@ -146,7 +146,8 @@ def store_of(flags: list[str], stamp: dict[str, str], gpu: str | None) -> tuple[
     device, sm = ("cpu", "cpu") if gpu is None else ("cuda", gpu_named(gpu).sm)
     args = prepare_server_args(flags)
     config = ModelConfig.from_path(args.model_path, dtype=args.dtype_on(device))
-    identity: EngineIdentity = identity_of(args, config, device)
+    capability = None if gpu is None else gpu_named(gpu).capability
+    identity: EngineIdentity = identity_of(args, config, device, capability)
     path = cache_path_of(identity, settings_of(args), stamp, sm)
     path.describe()
     return path, RecordStore(path.records(RankPlace()), stamp)

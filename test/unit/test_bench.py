@@ -30,6 +30,7 @@ from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.torch_native import TorchNativeAttention
 from sglang.srt.layers.fused_moe import moe_shape
+from sglang.srt.layers.moe.portfolio import OP_NAME
 from sglang.srt.model_executor.decode_graphs import DecodeGraphs
 from sglang.srt.server_args import ServerArgs
 
@@ -104,29 +105,34 @@ def test_piece_moe_measures_the_experts_of_gpt_oss():
     changes = {name: TINY[name] for name in TINY if GPT_OSS_20B.get(name, TINY[name]) != TINY[name]}
     kept = ("architectures", "model_type", "attention_bias", "rope_theta", "rms_norm_eps")
     config = {**GPT_OSS_20B, **{name: value for name, value in changes.items() if name not in kept}}
-    result = moe.measure_moe(config, 4, CPU, "reference", repeats=2)
+    result = moe.measure_moe(config, 4, CPU, "reference", ["torch_grouped"], repeats=2)
     assert all(row["fallbacks"] == 0 and row["winners"] for row in result["rows"])
 
 
 def test_piece_moe_measures_each_runner_at_every_power_of_two():
-    result = moe.measure_moe(TINY, 16, CPU, "reference", repeats=2)
+    result = moe.measure_moe(TINY, 16, CPU, "reference", ["torch_grouped", "reference"], repeats=2)
     assert [row["tokens"] for row in result["rows"]] == [1, 2, 4, 8, 16]
     for row in result["rows"]:
-        assert min(row[f"{name}_us"] for name in ("bound", "tuned", "default", "torch_grouped")) > 0
+        assert min(row[f"{name}_us"] for name in ("bound", "reference", "default", "torch_grouped")) > 0
+        assert max(row[f"{name}_error"] for name in ("reference", "torch_grouped")) < 1e-5
         assert row["fallbacks"] == 0 and row["winners"], "what was timed as tuned came from records"
-    assert result["stage"]["profiles_tuned"] == 5
-    assert "| 16 |" in tables.moe_tables(result)
+    assert result["stages"]["reference"]["profiles_tuned"] == 5
+    text = tables.moe_tables(result)
+    assert "portfolio / best single" in text and "torch grouped us" in text
+    assert text.count("| 16 |") == 3, "its times, its choice and its errors"
+    assert f"| 16 | {result['rows'][-1]['winners'][OP_NAME]} |" in text
 
 
 def test_piece_engine_loads_once_and_starts_the_stage_four_times(tmp_path):
     small = EngineLoad((1, 4), (8, 64), seq_len=32, decode_repeats=1, prefill_repeats=1)
-    result = measure_engine(server_args(tmp_path), small, tmp_path)
+    result = measure_engine(server_args(tmp_path), small, tmp_path, "reference")
     starts = result["starts"]
     assert starts["disabled"]["status"] == "skipped" and starts["disabled"]["profiles"] == 0
     tuned = starts["cold"]["records"]["tuned"]
     assert starts["cold"]["profiles"] == tuned == 7
     assert starts["warm"]["profiles"] == 0 and starts["warm"]["records"]["user"] == tuned
     assert starts["seeded"]["profiles"] == 0 and starts["seeded"]["records"]["seeded"] == tuned
+    assert starts["portfolio"]["profiles"] == tuned
     assert all(start["fallbacks"] == 0 for start in starts.values())
     assert [(row["phase"], row["tokens"]) for row in result["rows"]] == [
         ("decode", 1),
@@ -136,7 +142,9 @@ def test_piece_engine_loads_once_and_starts_the_stage_four_times(tmp_path):
     ]
     for row in result["rows"]:
         assert 2 <= row["experts_per_layer"] <= 8
-        assert min(row[f"{name}_ms"] for name in ("bound", "tuned", "default", "torch_grouped")) > 0
+        assert (
+            min(row[f"{name}_ms"] for name in ("bound", "tuned", "default", "torch_grouped", "portfolio")) > 0
+        )
     text = tables.engine_tables(result)
     assert "| seeded |" in text and "| prefill | 64 |" in text
 
@@ -233,7 +241,7 @@ def test_a_child_that_outlives_a_sigterm_is_not_left_behind(tmp_path):
         os.kill(int(done.stdout), 0)
 
 
-def test_serving_tables_show_both_arms_side_by_side():
+def test_serving_tables_show_the_arms_side_by_side_and_whose_kernels_they_ran():
     row = {"concurrency": 16, "requests": 32, "output_tokens_per_s": 100.0, "ttft_ms": 20.0, "itl_ms": 5.0}
     result = {
         "input_len": 512,
@@ -248,8 +256,15 @@ def test_serving_tables_show_both_arms_side_by_side():
             },
         },
     }
-    assert "| 16 | 32 | 250 | 100 |" in tables.serving_tables(result)
+    for arm in result["arms"].values():
+        arm["backend"] = "flashinfer_cutlass"
+    assert "| 16 | 32 | 100 | 250 |" in tables.serving_tables(result)
     assert "2.50" in tables.serving_tables(result)
+    faster = {**row, "output_tokens_per_s": 300.0}
+    result["arms"]["portfolio"] = {**result["arms"]["tuned"], "backend": "portfolio", "rows": [faster]}
+    text = tables.serving_tables(result)
+    assert "| 16 | 32 | 100 | 250 | 300 |" in text and "| 2.50 | 1.20 |" in text
+    assert "tuned (flashinfer_cutlass) 45.0 s" in text and "portfolio (portfolio)" in text
 
 
 def test_dense_tables_name_what_could_not_be_measured():
@@ -380,5 +395,5 @@ def test_the_tokenizer_of_random_weights_shows_every_id_as_text(tmp_path):
 
 
 def test_results_are_plain_json(tmp_path):
-    json.dumps(moe.measure_moe(TINY, 2, CPU, "reference", repeats=1), allow_nan=False)
+    json.dumps(moe.measure_moe(TINY, 2, CPU, "reference", ["torch_grouped"], repeats=1), allow_nan=False)
     assert load.Load(1, 4, 8, 8, 264).num_requests == 4

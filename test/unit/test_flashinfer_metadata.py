@@ -209,13 +209,35 @@ def test_the_workers_environment_keeps_what_the_user_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(worker_environment, "_has_prebuilt_norm", lambda: True)
-    environ = {"TQDM_DISABLE": "0"}
+    environ = {"TQDM_DISABLE": "0", "TRITON_CACHE_DIR": "/mine"}
     worker_environment.prepare_environment(environ)
     assert environ == {
         "TQDM_DISABLE": "0",
+        "TRITON_CACHE_DIR": "/mine",
         "FLASHINFER_LOGGING_LEVEL": "warning",
         "FLASHINFER_USE_CUDA_NORM": "1",
     }
+
+
+def test_compiled_kernels_are_kept_beside_the_records_unless_others_could_have_put_them_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def place(root: Path) -> str | None:
+        monkeypatch.setenv("SGLANG_CACHE_DIR", str(root))
+        environ: dict[str, str] = {}
+        worker_environment.prepare_environment(environ)
+        return environ.get("TRITON_CACHE_DIR")
+
+    assert place(tmp_path / "new" / "root") == str(tmp_path / "new" / "root" / "triton")
+    assert place(tmp_path) == str(tmp_path / "triton")
+    (tmp_path / "file").write_text("")
+    assert place(tmp_path / "file") is None, "Triton would fail to compile anything"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "triton").symlink_to(tmp_path / "elsewhere")
+    assert place(tmp_path / "root") is None, "a link that leads out of the root"
+    monkeypatch.setattr(worker_environment, "doubt", lambda path: "it belongs to user 1234")
+    assert place(tmp_path) is None
 
 
 def test_the_norms_compiler_is_left_on_without_a_compiled_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.flashinfer_cutlass import CutlassKernels, FlashInferCutlassMoERunner
 from sglang.srt.layers.moe.reference import IMPLEMENTATIONS, ReferenceMoE, ReferenceMoERunner
 from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
+from support.fake_cutlass import FakeKernels
 from support.moe_reference import float32_moe, moe_inputs, moe_weights, relative_error
 
 CPU = torch.device("cpu")
@@ -29,45 +30,6 @@ GPT_OSS = dataclasses.replace(SHAPE, activation=MoEActivation(1.702, 1.0, 0.75),
 GPT_OSS_SECOND = dataclasses.replace(GPT_OSS, num_local_experts=4, ep_size=2, ep_rank=1, tp_size=2, tp_rank=1)
 
 
-class FakeKernels:
-    """Stands where FlashInfer's GPU op would: it records its arguments and computes the MoE as that op documents it.
-
-    Its keywords are checked against the installed FlashInfer's signatures.
-    """
-
-    WORKSPACE_BYTES = 12345
-
-    def __init__(self):
-        self.calls, self.sized_for = [], []
-
-    def kernels(self, with_workspace=True):
-        return CutlassKernels(self.fused_moe, self.workspace_size if with_workspace else None)
-
-    def workspace_size(self, *args, **kwargs):
-        self.sized_for.append((args, kwargs))
-        return self.WORKSPACE_BYTES
-
-    def fused_moe(self, x, ids, scales, w31, w2, output_dtype, **kwargs):
-        assert ids.dtype is torch.int32 and scales.dtype is torch.float32
-        assert x.is_contiguous() and kwargs["output"].shape == x.shape
-        self.calls.append(kwargs)
-        assert "swiglu_alpha" not in kwargs or kwargs["swiglu_alpha"].shape == (w31.shape[0],)
-        shape = dataclasses.replace(
-            SHAPE,
-            num_local_experts=w31.shape[0],
-            ep_size=kwargs["ep_size"],
-            ep_rank=kwargs["ep_rank"],
-            tp_rank=kwargs["tp_rank"],
-            activation=MoEActivation(
-                *(float(kwargs[name][0]) for name in ("swiglu_alpha", "swiglu_beta", "swiglu_limit"))
-            )
-            if "swiglu_alpha" in kwargs
-            else MoEActivation(),
-        )
-        biases = kwargs["fc1_expert_biases"], kwargs["fc2_expert_biases"]
-        kwargs["output"].copy_(float32_moe(shape, x, ids, scales, w31, w2, *biases))
-
-
 def run(runner, shape, num_tokens, seed=0):
     inputs = (*moe_inputs(shape, num_tokens, CPU, seed), *moe_weights(shape, CPU))
     return runner.run(*inputs), float32_moe(shape, *inputs)
@@ -75,7 +37,7 @@ def run(runner, shape, num_tokens, seed=0):
 
 @pytest.mark.parametrize("shape", [SHAPE, SECOND_OF_TWO])
 def test_flashinfer_runner_hands_its_rank_and_buffers_to_the_op(shape):
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     runner = FlashInferCutlassMoERunner(shape, CPU, fake.kernels())
     out, expected = run(runner, shape, 5)
     torch.testing.assert_close(out, expected)
@@ -89,7 +51,7 @@ def test_flashinfer_runner_hands_its_rank_and_buffers_to_the_op(shape):
 
 
 def test_the_workspace_is_allocated_once_for_the_largest_call():
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     runner = FlashInferCutlassMoERunner(SECOND_OF_TWO, CPU, fake.kernels())
     run(runner, SECOND_OF_TWO, 3)
     run(runner, SECOND_OF_TWO, 7)
@@ -102,7 +64,7 @@ def test_the_workspace_is_allocated_once_for_the_largest_call():
 
 
 def test_deterministic_inference_keeps_atomics_out_of_the_sum_over_experts():
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     runner = FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels(), deterministic=True)
     run(runner, SHAPE, 2)
     assert fake.calls[0]["use_fused_finalize"] is False
@@ -110,7 +72,7 @@ def test_deterministic_inference_keeps_atomics_out_of_the_sum_over_experts():
 
 
 def test_a_flashinfer_without_workspaces_is_called_without_one():
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     run(FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels(with_workspace=False)), SHAPE, 2)
     assert "workspace_buffer" not in fake.calls[0]
 
@@ -118,7 +80,7 @@ def test_a_flashinfer_without_workspaces_is_called_without_one():
 def test_the_installed_flashinfer_takes_the_arguments_that_the_runner_passes():
     import inspect
 
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     run(FlashInferCutlassMoERunner(SHAPE, CPU, fake.kernels()), SHAPE, 2)
     kernels = CutlassKernels.load()
     inspect.signature(kernels.fused_moe).bind(*range(6), **fake.calls[0])
@@ -128,7 +90,7 @@ def test_the_installed_flashinfer_takes_the_arguments_that_the_runner_passes():
 
 
 def test_what_the_profiler_will_take_is_reserved():
-    runner = FlashInferCutlassMoERunner(SHAPE, CPU, FakeKernels().kernels())
+    runner = FlashInferCutlassMoERunner(SHAPE, CPU, FakeKernels(SHAPE).kernels())
     routed_rows, row_bytes = 4096 * 2, 4 * (32 + 3 * 16)
     assert runner.reserved_bytes() > routed_rows * row_bytes
     assert TorchGroupedMoERunner(SHAPE, CPU).reserved_bytes() == 0
@@ -139,7 +101,7 @@ def test_what_the_profiler_will_take_is_reserved():
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_every_runner_adds_biases_and_takes_the_activation_of_gpt_oss(shape, backend, num_tokens):
     if backend == "flashinfer_cutlass":
-        runner = FlashInferCutlassMoERunner(shape, CPU, FakeKernels().kernels())
+        runner = FlashInferCutlassMoERunner(shape, CPU, FakeKernels(SHAPE).kernels())
     else:
         runner = registry.create_moe_runner(backend, shape)
     out, expected = run(runner, shape, num_tokens)
@@ -178,7 +140,7 @@ def test_records_of_other_experts_have_other_keys_and_those_of_plain_ones_keep_t
 def test_the_installed_flashinfer_takes_the_arguments_of_gpt_oss():
     import inspect
 
-    fake = FakeKernels()
+    fake = FakeKernels(SHAPE)
     run(FlashInferCutlassMoERunner(GPT_OSS, CPU, fake.kernels()), GPT_OSS, 2)
     assert {name for name in fake.calls[0] if name.startswith(("swiglu", "fc"))} == {
         *("fc1_expert_biases", "fc2_expert_biases", "swiglu_alpha", "swiglu_beta", "swiglu_limit")

@@ -144,11 +144,15 @@ def test_everything_that_differs_is_named_at_once():
     assert len(reasons) == 3
 
 
-def test_the_qwen3_seed_answers_every_bucket_of_a_default_start_on_an_h200():
-    args = prepare_server_args(["--model-path", str(FIXTURES / "qwen3_30b_a3b"), "--device", "cuda"])
+@pytest.mark.parametrize("backend", ["auto", "flashinfer_cutlass"])
+def test_the_qwen3_seed_answers_every_bucket_of_flashinfers_op_on_an_h200(backend):
+    flags = ["--model-path", str(FIXTURES / "qwen3_30b_a3b"), "--device", "cuda"]
+    args = prepare_server_args([*flags, "--moe-runner-backend", backend])
     config = ModelConfig.from_path(args.model_path, dtype=args.dtype_on("cuda"))
     environment = {**K3_ENVIRONMENT, "flashinfer_version": "0.7.2.post1", "gpu": "NVIDIA H200"}
-    applies = {**identity_of(args, config, "cuda").applies, "sm": "sm90", "flashinfer_version": "0.7.2.post1"}
+    identity = identity_of(args, config, "cuda", (9, 0))
+    assert identity.backends["moe"] == ("portfolio" if backend == "auto" else backend)
+    applies = {**identity.applies, "sm": "sm90", "flashinfer_version": "0.7.2.post1"}
     (seed,) = SeedCatalogue().select(applies, environment).chosen
     keys = [parse_key(key) for key in seed.records]
     plan = make_plan(derive_limits(args, config, "cuda"))

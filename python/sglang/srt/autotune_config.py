@@ -15,8 +15,10 @@ from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 
-def identity_of(args: ServerArgs, config: ModelConfig, device_type: str) -> EngineIdentity:
-    """What the records of this engine depend on, on a ``device_type`` of "cuda" or "cpu"."""
+def identity_of(
+    args: ServerArgs, config: ModelConfig, device_type: str, capability: tuple[int, int] | None = None
+) -> EngineIdentity:
+    """What the records of this engine depend on, on a ``device_type`` of "cuda" (with its capability) or "cpu"."""
     dtype = args.dtype_on(device_type)
     parallel = {"tp": args.tp_size, "pp": args.pp_size, "ep": args.ep_size, "attn_dp": args.attn_dp_size}
     geometry = {
@@ -37,6 +39,7 @@ def identity_of(args: ServerArgs, config: ModelConfig, device_type: str) -> Engi
     if config.swiglu_alpha is not None:
         geometry |= {"swiglu_alpha": config.swiglu_alpha, "swiglu_limit": config.swiglu_limit}
     name = config.dtype if dtype == "auto" else dtype
+    moe_runner_backend = args.moe_runner_backend_on(device_type, capability, name)
     return EngineIdentity(
         model=geometry,
         applies={
@@ -44,14 +47,14 @@ def identity_of(args: ServerArgs, config: ModelConfig, device_type: str) -> Engi
             "dtype": name,
             "quantization": config.kernel_quantization,
             "chunked_prefill_size": args.chunked_prefill_size_on(device_type),
-            "moe_runner_backend": args.moe_runner_backend_on(device_type),
+            "moe_runner_backend": moe_runner_backend,
             **parallel,
         },
         dtype=name,
         quantization=config.kernel_quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         backends={
-            "moe": args.moe_runner_backend_on(device_type),
+            "moe": moe_runner_backend,
             "attention": args.attention_backend_on(device_type),
         },
         parallel=parallel,

@@ -174,9 +174,18 @@ class ServerArgs:
     )
     moe_runner_backend: str = flag(
         "auto",
-        "Mixture-of-experts kernels; auto is flashinfer_cutlass on CUDA and reference on CPU.",
+        "Mixture-of-experts kernels; auto is portfolio, which chooses among them at each size, in bfloat16 on Hopper, "
+        "flashinfer_cutlass on other GPUs and reference on CPU.",
         group=KERNELS,
-        choices=("auto", "reference", "flashinfer_cutlass", "torch_grouped", *MEGAMOE_BACKENDS),
+        choices=(
+            "auto",
+            "reference",
+            "portfolio",
+            "flashinfer_cutlass",
+            "triton_grouped",
+            "torch_grouped",
+            *MEGAMOE_BACKENDS,
+        ),
     )
     moe_a2a_backend: str | None = flag(
         None,
@@ -434,13 +443,21 @@ class ServerArgs:
             return self.attention_backend
         return "flashinfer" if device == "cuda" else "torch_native"
 
-    def moe_runner_backend_on(self, device: str) -> str:
-        """The MoE runner backend that "auto" means on `device`."""
+    def moe_runner_backend_on(
+        self, device: str, capability: tuple[int, int] | None = None, dtype: str | None = None
+    ) -> str:
+        """The MoE runner backend that "auto" means on `device`, a GPU of `capability`, for experts of `dtype`.
+
+        That is the portfolio where all of its implementations have kernels: in BF16 on Hopper.
+        """
         if self.megamoe_backend is not None:
             return self.megamoe_backend
         if self.moe_runner_backend != "auto":
             return self.moe_runner_backend
-        return "flashinfer_cutlass" if device == "cuda" else "reference"
+        if device != "cuda":
+            return "reference"
+        has_portfolio = capability is not None and capability[0] == 9 and dtype == "bfloat16"
+        return "portfolio" if has_portfolio else "flashinfer_cutlass"
 
 
 def server_args_parser(prog: str = "sglang serve") -> FlagParser:

@@ -93,7 +93,7 @@ def check_backends(args: ServerArgs, device: str) -> None:
         ("--attention-backend", args.attention_backend),
         ("--moe-runner-backend", args.moe_runner_backend),
     ):
-        if value in ("flashinfer", "flashinfer_cutlass", "flashinfer_megamoe"):
+        if value in ("flashinfer", "portfolio", "flashinfer_cutlass", "triton_grouped", "flashinfer_megamoe"):
             remedy = "use reference_megamoe" if value == "flashinfer_megamoe" else "leave it out"
             raise ValueError(f"{name} {value} needs a GPU: {remedy} with --device cpu")
 

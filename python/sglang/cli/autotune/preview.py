@@ -111,9 +111,9 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
         ValueError: a flag leaves a rank with nothing to do.
     """
     device = "cpu" if gpu is None else "cuda"
-    settings, identity = settings_of(args), identity_of(args, config, device)
     capability = None if gpu is None else gpu.capability
-    sm, backend = sm_name(capability), args.moe_runner_backend_on(device)
+    settings, identity = settings_of(args), identity_of(args, config, device, capability)
+    sm, backend = sm_name(capability), identity.backends["moe"]
     ops = tunable_ops(backend)
     plan = make_plan(
         derive_limits(args, config, device),

@@ -19,7 +19,6 @@ import torch
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.profiler import Candidate, Profiler
 from sglang.srt.autotune.timer import OpTimer
-from sglang.srt.utils.errors import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +75,7 @@ class GpuProfiler(Profiler):
         with flashinfer_api.timings_not_reduced():
             time_ms = self.timer.measure_ms(
                 lambda: candidate.runner(inputs, tactic=candidate.tactic, **kwargs),
+                repeats=REPLAYS,
                 give_up_ms=1e3 * HOPELESS * best_s,
             )
         return time_ms / 1e3
@@ -95,6 +95,10 @@ class GpuProfiler(Profiler):
                 f"{candidate.name} broke the CUDA context ({first_line(error)}); list it in the file of "
                 f"{flashinfer_api.BLOCKLIST_VARIABLE} to leave it out"
             ) from lost
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 
 def compile_in_parallel(jobs: Iterable[Callable[[], None]], num_threads: int) -> int:

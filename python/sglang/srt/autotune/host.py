@@ -6,6 +6,7 @@ subsystem.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,6 +22,10 @@ class OpProbe(Protocol):
 
     def run(self) -> torch.Tensor:
         """``[num_tokens, hidden]`` with whatever choice is in force; may be captured in a CUDA graph."""
+        ...
+
+    def compile_jobs(self) -> list[Callable[[], None]]:
+        """Kernels that `run` would compile on their first launch, as jobs for any thread; nothing is launched."""
         ...
 
     def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,7 +46,8 @@ class Host(Protocol):
     probe_dtype: torch.dtype
     #: Names under which the selected backends ask FlashInfer's AutoTuner.
     op_names: tuple[str, ...]
-    #: In-tree ops to which a profiler is lent where FlashInfer cannot measure.
+    #: In-tree ops, to which a profiler is lent. One with several runners comes first in ``op_names``, before the ops
+    #: that only its runners ask for.
     tuned_ops: tuple[Any, ...]
     #: The MegaMoE profiles of an engine whose experts run on it; None elsewhere.
     megamoe: MegaMoEHost | None

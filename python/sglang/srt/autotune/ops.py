@@ -11,9 +11,11 @@ MEGAMOE_OP = "flashinfer_megamoe"
 
 TUNABLE_OPS: dict[str, tuple[str, ...]] = {
     "reference": ("sglang::moe",),
+    "portfolio": ("sglang::moe", "trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"),
     "flashinfer_cutlass": ("trtllm::fused_moe::gemm1", "trtllm::fused_moe::gemm2"),
     "flashinfer_megamoe": (MEGAMOE_OP,),
     "reference_megamoe": (MEGAMOE_OP,),
+    "triton_grouped": ("sglang::moe",),
     "torch_grouped": (),
 }
 

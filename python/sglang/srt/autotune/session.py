@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.flashinfer_api import Lookups
-from sglang.srt.autotune.gpu_tuner import REPLAYS, GpuProfiler, compile_threads
+from sglang.srt.autotune.gpu_tuner import GpuProfiler, compile_threads
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.plan import Step
 from sglang.srt.autotune.profiler import Profiler
@@ -26,6 +26,7 @@ class Session:
 
     Args:
         reduce_times: averages candidate times over the ranks that must choose alike, for the in-tree ops.
+        timer: measures candidates on a GPU; its memory pool serves the verification too.
     """
 
     def __init__(
@@ -33,17 +34,19 @@ class Session:
         host: Host,
         skip_ops: tuple[str, ...],
         reduce_times: Callable[[list[float]], list[float]],
+        timer: OpTimer,
     ) -> None:
         self._host, self._skip_ops = host, skip_ops
         self._on_cpu = host.device.type == "cpu"
-        self._profiler = self._create_profiler(reduce_times)
+        self._profiler = self._create_profiler(reduce_times, timer)
         self._stack = contextlib.ExitStack()
 
-    def _create_profiler(self, reduce_times: Callable[[list[float]], list[float]]) -> Profiler:
+    def _create_profiler(
+        self, reduce_times: Callable[[list[float]], list[float]], timer: OpTimer
+    ) -> Profiler:
         host, skip_ops = self._host, frozenset(self._skip_ops)
         if self._on_cpu:
             return CpuProfiler(skip_ops, reduce_times)
-        timer = OpTimer(host.device, repeats=REPLAYS) if host.tuned_ops else None
         threads = compile_threads(host.topology.world_size)
         return GpuProfiler(skip_ops, reduce_times, timer=timer, num_threads=threads)
 

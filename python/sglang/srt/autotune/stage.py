@@ -22,6 +22,7 @@ from sglang.srt.autotune.closing import close
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.estimate import estimate, measured_pace
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
+from sglang.srt.autotune.gpu_tuner import compile_in_parallel, compile_threads
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.megamoe.host import MegaMoEHost
@@ -33,6 +34,7 @@ from sglang.srt.autotune.records.placement import sm_name
 from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport, describe_engine
 from sglang.srt.autotune.session import Session
 from sglang.srt.autotune.settings import StageSettings
+from sglang.srt.autotune.timer import OpTimer
 from sglang.srt.autotune.verdicts import Judge, agree_on_winners
 from sglang.srt.autotune.verify import Coverage, coverage_of
 
@@ -132,6 +134,8 @@ class _Stage:
 
         with self.host.forward_context(), Journal(cache.journal_path) as journal:
             steps = self._with_headroom(self._without_left_out(plan.steps, cache, journal))
+            with self._timed("kernels"):
+                self._compile_choices(steps, cache)
             with self._timed("coverage"):
                 covered = self._agree_on_coverage(steps, cache, journal)
             todo = [step for step in steps if step not in covered and not self._is_left_out(step)]
@@ -299,6 +303,16 @@ class _Stage:
 
     # coverage --------------------------------------------------------------------------------------------
 
+    def _compile_choices(self, steps: Sequence[Step], cache: CachePhase) -> None:
+        """Compile in parallel what the records of all steps name and the disk does not have compiled yet."""
+        runners = [runner for op in self.host.tuned_ops for runner in op.runners]
+        if not cache.merged_count or not any(hasattr(runner, "compile_jobs") for runner in runners):
+            return
+        self.agreement.announce("compiling the kernels that records name")
+        with flashinfer_api.observed(), flashinfer_api.only_defaults(self.settings.skip_ops):
+            jobs = [job for step in steps for job in self.host.op_probe(step.bucket).compile_jobs()]
+        compile_in_parallel(jobs, compile_threads(self.host.topology.world_size))
+
     def _agree_on_coverage(
         self, steps: Sequence[Step], cache: CachePhase, journal: Journal
     ) -> dict[Step, Coverage]:
@@ -347,12 +361,14 @@ class _Stage:
     def _tune(self, steps: list[Step], cache: CachePhase, journal: Journal) -> None:
         """Tune and judge step by step; each is committed before the next begins."""
         alike = self.agreement.within(self.host.topology.alike, "alike")
+        timer = OpTimer(self.host.device)
         session = Session(
             self.host,
             self.settings.skip_ops,
             lambda times: alike.mean_times("times of the candidates", times),
+            timer,
         )
-        judge = Judge(self.host, self.settings.verify, self.agreement, cache, self.report)
+        judge = Judge(self.host, self.settings.verify, self.agreement, cache, self.report, timer)
         began = time.monotonic()
         progress = StageProgress(len(steps), visible=self.is_first and bool(steps), listener=self.listener)
         with progress:
@@ -387,7 +403,7 @@ class _Stage:
             with session:
                 lookups = session.tune(step)
             if lookups.out_of_memory:
-                step_report.note = "FlashInfer ran out of memory in its sweep and kept the default"
+                step_report.note = "some candidates could not be measured for want of memory"
             with self._timed("verification"):
                 judge.judge(step, step_report)
         except (AgreementError, TuningUnavailable):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import torch
@@ -31,9 +32,33 @@ class OpTimer:
             #: The last graph, which keeps the pool alive for the next.
             self._graph: torch.cuda.CUDAGraph | None = None
 
-    def measure_ms(self, run: Callable[[], object], *, give_up_ms: float = inf) -> float:
-        """`run` is called eagerly once first. The first times may stand for all where they exceed `give_up_ms`."""
-        return self._cuda_ms(run, give_up_ms) if self.device.type == "cuda" else self._cpu_ms(run)
+    def measure_ms(
+        self, run: Callable[[], object], *, repeats: int | None = None, give_up_ms: float = inf
+    ) -> float:
+        """`run` is called eagerly once first.
+
+        `repeats` stands in for the timer's own on CUDA; the first times are enough where they exceed `give_up_ms`.
+        """
+        if self.device.type != "cuda":
+            return self._cpu_ms(run)
+        return self._cuda_ms(run, repeats or self.repeats, give_up_ms)
+
+    def frozen(self, run: Callable[[], object]) -> Callable[[int], list[float]]:
+        """Takes so many times of `run` whenever it is called, in milliseconds.
+
+        On CUDA of `run` as it is chosen now; the memory pool of these graphs is one, so they may only run in turn.
+        """
+        if self.device.type == "cuda":
+            return partial(self._replays_ms, self._capture(run))
+        return partial(self._runs_ms, run)
+
+    def _runs_ms(self, run: Callable[[], object], count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            start = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
 
     def _cpu_ms(self, run: Callable[[], object]) -> float:
         run()
@@ -44,11 +69,11 @@ class OpTimer:
             times.append(time.perf_counter() - start)
         return 1e3 * statistics.median(times)
 
-    def _cuda_ms(self, run: Callable[[], object], give_up_ms: float) -> float:
+    def _cuda_ms(self, run: Callable[[], object], repeats: int, give_up_ms: float) -> float:
         graph = self._capture(run)
-        times = self._replays_ms(graph, min(_FIRST_LOOK, self.repeats))
+        times = self._replays_ms(graph, min(_FIRST_LOOK, repeats))
         if min(times) <= give_up_ms:
-            times += self._replays_ms(graph, self.repeats - len(times))
+            times += self._replays_ms(graph, repeats - len(times))
         return statistics.median(times)
 
     def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:

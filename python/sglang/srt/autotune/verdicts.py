@@ -9,6 +9,7 @@ from sglang.srt.autotune.cache_phase import CachePhase
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.plan import Step
 from sglang.srt.autotune.report import StageReport, StepReport
+from sglang.srt.autotune.timer import OpTimer
 from sglang.srt.autotune.verify import Verifier
 
 logger = logging.getLogger(__name__)
@@ -18,10 +19,16 @@ class Judge:
     """Compares each tuned step with the default and acts on the verdict; ranks that choose alike call it together."""
 
     def __init__(
-        self, host: Host, level: str, agreement: Agreement, cache: CachePhase, report: StageReport
+        self,
+        host: Host,
+        level: str,
+        agreement: Agreement,
+        cache: CachePhase,
+        report: StageReport,
+        timer: OpTimer,
     ) -> None:
         self._host, self._cache, self._report = host, cache, report
-        self._verifier = Verifier(host, level, agreement.within(host.topology.alike, "verdicts"))
+        self._verifier = Verifier(host, level, agreement.within(host.topology.alike, "verdicts"), timer)
 
     def judge(self, step: Step, step_report: StepReport) -> None:
         """Fill in the step's times and error; a choice that is wrong or slower goes back to the default."""
@@ -42,7 +49,7 @@ class Judge:
         step_report.note = f"{verdict.fault}: back to the default"
 
     def _ops_to_give_up(self, wrong_ops: tuple[str, ...]) -> tuple[str, ...]:
-        """An op with several runners goes back to the first: an inner op's default alone would leave its runner slow."""
+        """An op with several runners goes back to the first: with an inner op's default its runner would be slow."""
         outer = tuple(op.name for op in self._host.tuned_ops if op.name in self._host.op_names)
         return tuple(dict.fromkeys((*wrong_ops, *outer))) or self._host.op_names
 

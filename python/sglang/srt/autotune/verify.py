@@ -94,9 +94,8 @@ class _Finding:
 class Verifier:
     """Compares tuned with default choices. ``level``: off (times only), finite, or full (see `docs/autotune.md`)."""
 
-    def __init__(self, host: Host, level: str, alike: Agreement) -> None:
-        self._host, self._level, self._alike = host, level, alike
-        self._timer = OpTimer(host.device)
+    def __init__(self, host: Host, level: str, alike: Agreement, timer: OpTimer) -> None:
+        self._host, self._level, self._alike, self._timer = host, level, alike, timer
         self._noise = NOISE["cuda" if host.device.type == "cuda" else "cpu"]
         self._tolerance = TOLERANCE.get(host.probe_dtype, TOLERANCE[torch.bfloat16])
         self._grid = bucket_grid(host.limits.max_op_tokens)

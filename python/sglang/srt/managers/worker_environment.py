@@ -12,6 +12,9 @@ import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from sglang.srt.autotune.records.trust import distrust, doubt
+from sglang.srt.environ import envs
+
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     """Keep libraries' bars and chatter off the console, and FlashInfer's norm off its in-process compiler.
@@ -23,6 +26,21 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     if _has_prebuilt_norm():
         # With its Python compiler installed FlashInfer compiles its norms at start, for each width of the model.
         environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
+    if "TRITON_CACHE_DIR" not in environ and (place := _kernel_cache()):
+        environ["TRITON_CACHE_DIR"] = place
+
+
+def _kernel_cache() -> str | None:
+    """Where Triton keeps what it compiles: beside the records, so that a volume with these has their kernels too.
+
+    None where it cannot be written, or another user could have put files that would be run: Triton's own place serves.
+    """
+    root = Path(envs.SGLANG_CACHE_DIR.get())
+    path = root / "triton"
+    if doubt(root) or doubt(path) or distrust(root, path):
+        return None
+    existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    return str(path) if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else None
 
 
 def keep_bars_in_this_process() -> None:

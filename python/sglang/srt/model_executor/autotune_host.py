@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +34,9 @@ class ModelRunnerHost:
         )
         self.limits = runner.limits
         self.topology = topology_of(runner)
-        self.identity = identity_of(runner.server_args, runner.model_config, self.device.type)
+        self.identity = identity_of(
+            runner.server_args, runner.model_config, self.device.type, self.capability
+        )
         self.moe_backend = runner.moe_runner.name
         self.probe_dtype = runner.dtype
         self.op_names = runner.moe_runner.op_names
@@ -114,6 +116,10 @@ class MoEProbe:
     def run(self) -> torch.Tensor:
         layer = self._layer
         return layer.runner.run(self._hidden, self._ids, self._weights, *layer.weights)
+
+    def compile_jobs(self) -> list[Callable[[], None]]:
+        layer = self._layer
+        return layer.runner.compile_jobs(self._hidden, self._ids, self._weights, layer.weights)
 
     def reference(self, max_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens, first = self._hidden.shape[0], self._layer.shape.first_local_expert

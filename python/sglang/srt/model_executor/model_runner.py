@@ -63,10 +63,11 @@ class ModelRunner:
 
         # ---- weights
         self.moe_runner = create_moe_runner(
-            args.moe_runner_backend_on(device_type),
+            self._moe_runner_backend(),
             moe_shape(config, parallel, self.dtype, self.limits.max_op_tokens),
             device=self.device,
             deterministic=args.enable_deterministic_inference,
+            tunes=not args.disable_flashinfer_autotune,
             may_fall_back=args.moe_runner_backend == "auto",
             ep_group=parallel.ep,
             quantization=config.quantization,
@@ -126,6 +127,10 @@ class ModelRunner:
         self.decode_graphs = capture_decode_graphs(
             self, None if progress is None else lambda detail: progress("capturing decode graphs", detail)
         )
+
+    def _moe_runner_backend(self) -> str:
+        capability = torch.cuda.get_device_capability(self.device) if self.device.type == "cuda" else None
+        return self.server_args.moe_runner_backend_on(self.device.type, capability, self.model_config.dtype)
 
     def _forward_reserve_bytes(self, host: ModelRunnerHost) -> int:
         """What forwards, tuning and sampling take of the device later; the CPU's pool leaves enough anyway."""

@@ -195,13 +195,13 @@ def _bounds(args: argparse.Namespace) -> dict[str, Any]:
 def _moe(args: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.autotune.bench.moe import measure_moe
 
-    return measure_moe(_model(args), MAX_NUM_TOKENS, _device(), "flashinfer_cutlass")
+    return measure_moe(_model(args), MAX_NUM_TOKENS, _device())
 
 
 def _moe_wide(args: argparse.Namespace) -> dict[str, Any]:
     from sglang.srt.autotune.bench.moe import measure_moe
 
-    return measure_moe(WIDE_SHARE, MAX_NUM_TOKENS, _device(), "flashinfer_cutlass")
+    return measure_moe(WIDE_SHARE, MAX_NUM_TOKENS, _device())
 
 
 def _dense(args: argparse.Namespace) -> dict[str, Any]:

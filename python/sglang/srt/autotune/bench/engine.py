@@ -51,11 +51,14 @@ class EngineLoad:
     prefill_repeats: int = 3
 
 
-def measure_engine(args: ServerArgs, load: EngineLoad, folder: Path) -> dict[str, Any]:
+def measure_engine(
+    args: ServerArgs, load: EngineLoad, folder: Path, portfolio: str = "portfolio"
+) -> dict[str, Any]:
     """Start once and measure everything; `args` must leave the stage on. Records and the seed go below `folder`.
 
     Returns plain data: seconds and profiles of each start, and milliseconds of each forward by the default
-    choice, the tuned one and `torch_grouped`, beside the bound.
+    choice, the tuned one, `torch_grouped` and the `portfolio`, beside the bound. `args` name the runner that the first
+    two are of.
     """
     flashinfer_api.forget_everything()
     began = time.monotonic()
@@ -82,7 +85,15 @@ def measure_engine(args: ServerArgs, load: EngineLoad, folder: Path) -> dict[str
     with swapped_moe_runner(runner, grouped):
         recapture(runner)
         _add(rows, "torch_grouped_ms", forwards.times_ms())
+    whole = create_moe_runner(portfolio, runner.moe_runner.shape, device=runner.device)
+    with swapped_moe_runner(runner, whole):
+        stage = restart_stage(runner, args, folder / "portfolio")
+        starts["portfolio"] = _start_row(stage, start_s, stage.seconds)
+        recapture(runner)
+        _add(rows, "portfolio_ms", forwards.times_ms())
     return {
+        "backend": runner.moe_runner.name,
+        "portfolio_report": stage.to_json(),
         "bounds": bounds.to_json(),
         "seq_len": load.seq_len,
         "decode_batch_sizes": list(runner.limits.decode_batch_sizes),

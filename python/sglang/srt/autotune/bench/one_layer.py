@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,19 @@ class OneLayer:
         """Its experts on `inputs`, by its own runner or another."""
         hidden, ids, weights = inputs
         return (runner or self.runner).run(hidden, ids, weights, *self.weights)
+
+    def float32_rows(
+        self, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: Sequence[int]
+    ) -> torch.Tensor:
+        """`[len(rows), H]` float32: the experts of these tokens, one after another."""
+        hidden, ids, weights = inputs
+        results = []
+        for row in rows:
+            x, total = hidden[row].float(), torch.zeros(self.shape.hidden_size, device=self.device)
+            for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
+                total += weight * self.weights.float32_expert(self.shape, expert, x)
+            results.append(total)
+        return torch.stack(results)
 
 
 class OneLayerHost:

@@ -77,7 +77,7 @@ def _layer_errors(
     for num_tokens in token_counts:
         inputs = layer.inputs(num_tokens)
         sample = torch.linspace(0, num_tokens - 1, min(SAMPLED_ROWS, num_tokens)).long().unique().tolist()
-        expected = _float32_rows(layer, inputs, sample)
+        expected = layer.float32_rows(inputs, sample)
         with flashinfer_api.observed() as lookups:
             tuned = layer.run(inputs)
         with flashinfer_api.observed(), flashinfer_api.only_defaults(layer.runner.op_names):
@@ -99,21 +99,6 @@ def _layer_errors(
         )
         rows.append(row)
     return rows
-
-
-def _float32_rows(
-    layer: OneLayer, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], rows: Sequence[int]
-) -> torch.Tensor:
-    """`[len(rows), H]` float32: the experts of the sampled tokens, one after another."""
-    hidden, ids, weights = inputs
-    w13, w2 = layer.weights[:2]
-    results = []
-    for row in rows:
-        x, total = hidden[row].float(), torch.zeros(layer.shape.hidden_size, device=layer.device)
-        for expert, weight in zip(ids[row].tolist(), weights[row].tolist(), strict=True):
-            total += weight * layer.weights.float32_expert(layer.shape, expert, x)
-        results.append(total)
-    return torch.stack(results)
 
 
 def _logit_errors(args: dict[str, Any], prompt_lengths: Sequence[int], folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Piece `serving`: real servers under load, untuned and tuned."""
+"""Piece `serving`: real servers under load, untuned, tuned, and with the portfolio."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ READY_WITHIN_S = 280.0
 LOAD_WITHIN_S = 280.0
 STOP_WITHIN_S = 30.0
 
-ARMS: dict[str, list[str]] = {"default": ["--disable-flashinfer-autotune"], "tuned": []}
+#: FlashInfer alone untuned and tuned, and what a start without flags takes in bfloat16 on Hopper.
+ARMS: dict[str, list[str]] = {
+    "default": ["--moe-runner-backend", "flashinfer_cutlass", "--disable-flashinfer-autotune"],
+    "tuned": ["--moe-runner-backend", "flashinfer_cutlass"],
+    "portfolio": ["--moe-runner-backend", "portfolio"],
+}
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,10 @@ def measure_serving(
             ]
             log_path = (log_folder or Path(folder)) / f"server-{arm}.log"
             environment = {"SGLANG_CACHE_DIR": str(Path(folder, "cache", arm))}
-            arms[arm] = measure_arm(
+            measured = measure_arm(
                 arm, command, concurrencies, traffic, config["vocab_size"], log_path, environment
             )
+            arms[arm] = {"backend": arm_flags[arm_flags.index("--moe-runner-backend") + 1], **measured}
     return {**traffic.to_json(), "arms": arms}
 
 

@@ -39,30 +39,44 @@ def bounds_tables(result: Result) -> str:
     return _bounds_line(result)
 
 
+#: What the columns of the MoE piece call an arm.
+_MOE_ARMS = {
+    "flashinfer_cutlass": "FlashInfer tuned",
+    "triton_grouped": "Triton tuned",
+    "torch_grouped": "torch grouped",
+    "default": "FlashInfer default",
+}
+
+
 def moe_tables(result: Result) -> str:
-    geometry, stage = result["geometry"], result["stage"]
-    head = ["tokens", "tuned / bound", "bound us", "tuned us", "torch_grouped us", "default us"]
-    head += ["torch_grouped / tuned", "default / tuned"]
-    rows = [
-        [
-            row["tokens"],
-            ratio(row["tuned_us"], row["bound_us"]),
-            row["bound_us"],
-            row["tuned_us"],
-            row["torch_grouped_us"],
-            row["default_us"],
-            ratio(row["torch_grouped_us"], row["tuned_us"]),
-            ratio(row["default_us"], row["tuned_us"]),
-        ]
-        for row in result["rows"]
-    ]
+    """Times beside the bound, then what the portfolio chose, then errors."""
+    geometry, portfolio, singles = result["geometry"], result["portfolio"], result["singles"]
+    others = [name for name in (*singles, "default") if f"{name}_us" in result["rows"][0]]
+    head = ["tokens", "bound us", "portfolio us", *(f"{_MOE_ARMS.get(name, name)} us" for name in others)]
+    head += ["portfolio / bound", "portfolio / best single"]
+    rows, choices, errors = [], [], []
+    for row in result["rows"]:
+        mine, size = row[f"{portfolio}_us"], row["tokens"]
+        best = min(row[f"{name}_us"] for name in singles)
+        values = [size, row["bound_us"], mine, *(row[f"{name}_us"] for name in others)]
+        rows.append([*values, ratio(mine, row["bound_us"]), ratio(mine, best)])
+        choices.append([size, "; ".join(row["winners"].values())])
+        errors.append([size, *(_error(row[f"{name}_error"]) for name in (portfolio, *singles))])
+    stages = ", ".join(
+        f"{name} {stage['seconds']:.1f} s ({stage['profiles_tuned']} profiles, {stage['fallbacks']} fallbacks)"
+        for name, stage in result["stages"].items()
+    )
     title = (
         f"MoE op, hidden {geometry['hidden_size']}, intermediate {geometry['moe_intermediate_size']}, "
         f"{geometry['num_experts']} experts, top-{geometry['num_experts_per_tok']}, {result['dtype']}; graph replay, "
-        f"cold L2, median of {result['repeats']}. {_bounds_line(result)}\n"
-        f"Stage: {stage['seconds']:.1f} s, {stage['profiles_tuned']} profiles, {stage['fallbacks']} fallbacks."
+        f"cold L2, median of {result['repeats']}, the arms in turns. {_bounds_line(result)}\n"
+        f"Cold stages: {stages}."
     )
-    return f"{title}\n\n{table(head, rows)}"
+    error_head = ["tokens", "portfolio error", *(f"{_MOE_ARMS.get(name, name)} error" for name in singles)]
+    return (
+        f"{title}\n\n{table(head, rows)}\n\nThe portfolio's choices:\n\n{table(['tokens', 'choice'], choices)}\n\n"
+        f"Relative norm of the difference to float32, sampled rows:\n\n{table(error_head, errors)}"
+    )
 
 
 def engine_tables(result: Result) -> str:
@@ -79,17 +93,27 @@ def engine_tables(result: Result) -> str:
         ]
         for name, start in result["starts"].items()
     ]
-    head = ["forward", "tokens", "tuned / bound", "bound ms", "tuned ms", "torch_grouped ms", "default ms"]
-    head += ["torch_grouped / tuned", "default / tuned", "experts a layer"]
+    head = [
+        "forward",
+        "tokens",
+        "portfolio / bound",
+        "bound ms",
+        "portfolio ms",
+        "tuned ms",
+        "torch_grouped ms",
+    ]
+    head += ["default ms", "tuned / portfolio", "torch_grouped / tuned", "default / tuned", "experts a layer"]
     rows = [
         [
             row["phase"],
             row["tokens"],
-            ratio(row["tuned_ms"], row["bound_ms"]),
+            ratio(row["portfolio_ms"], row["bound_ms"]),
             row["bound_ms"],
+            row["portfolio_ms"],
             row["tuned_ms"],
             row["torch_grouped_ms"],
             row["default_ms"],
+            ratio(row["tuned_ms"], row["portfolio_ms"]),
             ratio(row["torch_grouped_ms"], row["tuned_ms"]),
             ratio(row["default_ms"], row["tuned_ms"]),
             row["experts_per_layer"],
@@ -98,7 +122,8 @@ def engine_tables(result: Result) -> str:
     ]
     note = (
         f"Decode at {result['seq_len']} tokens of context through graphs, prefill of one prompt eagerly; host work "
-        f"included, sampling not. {_bounds_line(result)}\nThe start is that of one process after its imports, with "
+        f"included, sampling not. {_bounds_line(result)}\nDefault and tuned are {result['backend']} alone. "
+        "The start is that of one process after its imports, with "
         f"{len(result['decode_batch_sizes'])} captured sizes (a capture took {result['capture_s']:.1f} s)."
     )
     return f"{table(names, starts)}\n\n{note}\n\n{table(head, rows)}"
@@ -106,32 +131,36 @@ def engine_tables(result: Result) -> str:
 
 def serving_tables(result: Result) -> str:
     arms = result["arms"]
-    default = {row["concurrency"]: row for row in arms["default"]["rows"]}
-    head = [
-        "concurrency",
-        "requests",
-        "tokens/s tuned",
-        "tokens/s default",
-        "TTFT ms tuned",
-        "TTFT ms default",
-    ]
-    head += ["ITL ms tuned", "ITL ms default", "throughput tuned / default"]
+    rows_of = {name: {row["concurrency"]: row for row in arm["rows"]} for name, arm in arms.items()}
+    metrics = {"output_tokens_per_s": "tokens/s", "ttft_ms": "TTFT ms", "itl_ms": "ITL ms"}
+    head = ["concurrency", "requests"]
+    head += [f"{words} {arm}" for words in metrics.values() for arm in arms]
+    head += ["throughput tuned / default", *["throughput portfolio / tuned"] * ("portfolio" in arms)]
     rows = []
-    for row in arms["tuned"]["rows"]:
-        other = default[row["concurrency"]]
-        values = [row["concurrency"], row["requests"]]
-        for name in ("output_tokens_per_s", "ttft_ms", "itl_ms"):
-            values += [row[name], other[name]]
-        rows.append([*values, ratio(row["output_tokens_per_s"], other["output_tokens_per_s"])])
-    starts = ", ".join(f"{name} {arm['start_s']:.1f} s" for name, arm in arms.items())
-    stage = arms["tuned"]["autotune"] or {}
+    for concurrency, row in rows_of["tuned"].items():
+        of_arms = [rows[concurrency] for rows in rows_of.values()]
+        values = [concurrency, row["requests"]]
+        values += [other[name] for name in metrics for other in of_arms]
+        served = {arm: rows[concurrency]["output_tokens_per_s"] for arm, rows in rows_of.items()}
+        values.append(ratio(served["tuned"], served["default"]))
+        if "portfolio" in served:
+            values.append(ratio(served["portfolio"], served["tuned"]))
+        rows.append(values)
+    starts = ", ".join(
+        f"{name} ({arm.get('backend', 'auto')}) {arm['start_s']:.1f} s, its stage {_stage_s(arm):.1f} s"
+        for name, arm in arms.items()
+    )
     note = (
         f"Random prompts of {result['input_len']} tokens, {result['output_len']} out. Cut to "
         f"{result['requests_per_client']} requests for each concurrent client (at least 4). "
         "TTFT and the time between tokens (ITL) are medians over requests. "
-        f"Process start to ready: {starts}; the tuned one's stage took {stage.get('seconds', 0.0):.1f} s."
+        f"Process start to ready, by MoE runner: {starts}."
     )
     return f"{note}\n\n{table(head, rows)}"
+
+
+def _stage_s(arm: Result) -> float:
+    return float((arm["autotune"] or {}).get("seconds", 0.0))
 
 
 def overlap_tables(result: Result) -> str:

@@ -7,7 +7,7 @@ One runner serves all layers of a model, so that a tuned choice is made once per
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,8 +81,25 @@ class ExpertWeights(NamedTuple):
         return out + self.b2[local].float() if self.b2 is not None and shape.adds_output_bias else out
 
 
+def op_inputs(
+    shape: MoEShape,
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weights: ExpertWeights,
+) -> list[torch.Tensor]:
+    """What the implementations of the MoE op take: `MoERunner.run`'s arguments, with `MoEShape.local_expert_ids`.
+
+    Five tensors, or seven where the experts have biases.
+    """
+    inputs = [hidden_states, shape.local_expert_ids(topk_ids), topk_weights, weights.w13, weights.w2]
+    if weights.b13 is not None and weights.b2 is not None:
+        inputs += [weights.b13, weights.b2]
+    return inputs
+
+
 def tuning_key(inputs: Sequence[torch.Tensor], activation: MoEActivation) -> tuple[Any, ...]:
-    """What a tuned choice depends on beside the shapes of ``inputs`` (`MoERunner.run`'s, with local expert ids).
+    """What a tuned choice depends on beside the shapes of ``inputs`` (those of `op_inputs`).
 
     It is `TunableRunner.get_cache_key_extras` of every runner of the MoE op: a record's question must not depend on
     who answers it.
@@ -113,6 +130,16 @@ class MoERunner(ABC):
     def reserved_bytes(self) -> int:
         """Device memory that this runner takes after its construction and keeps, in bytes."""
         return 0
+
+    def compile_jobs(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        weights: ExpertWeights,
+    ) -> list[Callable[[], None]]:
+        """What a call with these arguments would compile first, as jobs for any thread; nothing is launched."""
+        return []
 
     @abstractmethod
     def run(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.moe.base import MoERunner, MoEShape
+from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape, op_inputs
 
 FLAG = "--moe-runner-backend torch_grouped"
 MIN_CAPABILITY = (9, 0)
@@ -85,9 +85,15 @@ class TorchGroupedMoERunner(MoERunner):
         b13: torch.Tensor | None = None,
         b2: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        num_tokens, top_k = topk_ids.shape
-        experts = self.shape.local_expert_ids(topk_ids.reshape(-1))
-        experts, order = torch.sort(experts, stable=True)
+        weights = ExpertWeights(w13, w2, b13, b2)
+        return self.compute(op_inputs(self.shape, hidden_states, topk_ids, topk_weights, weights))
+
+    def compute(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """`run` on `op_inputs`."""
+        hidden_states, local_ids, topk_weights, w13, w2 = inputs[:5]
+        b13, b2 = inputs[5:] or (None, None)
+        num_tokens, top_k = local_ids.shape
+        experts, order = torch.sort(local_ids.reshape(-1), stable=True)
         ends = torch.searchsorted(experts, self._next_expert, out_int32=True)
         # Rows of other ranks' experts borrow some expert's bias; they are cleared at the end.
         of_row = experts.clamp(max=self.shape.num_local_experts - 1) if b13 is not None else experts

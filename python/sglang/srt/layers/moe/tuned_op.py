@@ -6,7 +6,7 @@ one step; it measures what is missing and files the winner with the AutoTuner be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +64,12 @@ class TunedOp:
             )
             return self.runners[index], tactic
         return AutoTuner.get().choose_one(self.name, self.runners, self.config, inputs, **kwargs)
+
+    def compile_jobs(self, inputs: list[torch.Tensor]) -> list[Callable[[], None]]:
+        """What the choice in force for these inputs would compile when it is launched, as jobs for any thread."""
+        runner, tactic = self.choose(inputs)
+        compile_jobs = getattr(runner, "compile_jobs", None)
+        return [] if compile_jobs is None else list(compile_jobs(inputs, [tactic]))
 
     def __call__(self, inputs: list[torch.Tensor], **kwargs: Any) -> torch.Tensor:
         runner, tactic = self.choose(inputs, **kwargs)
