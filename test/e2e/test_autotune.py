@@ -31,6 +31,8 @@ def test_cold_warm_and_disabled_starts_answer_alike(start_server, prompts):
     assert report["status"] == "completed"
     assert report["profiles_tuned"] > 0 and report["fallbacks"] == 0
     assert report["records"]["tuned"] == report["profiles_tuned"]
+    runners = {step["winners"][OP_NAME].split()[0] for step in report["steps"]}
+    assert runners <= {"SortedMoE", "DenseMoE"}, "the report names who won each bucket"
     assert "Running FlashInfer autotune" in cold.log and "FlashInfer autotune completed in" in cold.log
     assert len(prompts) == 50
     answers = completions(cold, prompts)

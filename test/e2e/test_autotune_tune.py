@@ -55,6 +55,30 @@ def test_a_second_start_finds_what_tune_has_kept_and_the_log_has_only_our_own_li
     plan = json.loads(sglang("plan", "--json").stdout)
     assert plan["todo"] == [] and plan["records"]["ranks"][0]["exists"]
 
+    shown = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "sglang.cli.main",
+            "autotune",
+            "show",
+            plan["records"]["ranks"][0]["path"],
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=TUNE_WITHIN_S,
+        env=variables(tmp_path),
+    )
+    records = json.loads(shown.stdout)["files"][0]["records"]
+    winners = {
+        step["num_tokens"]: step["winners"]
+        for step in json.loads((tmp_path / "cold.json").read_text())["steps"]
+    }
+    for record in records:
+        assert winners[record["bucket"]] == {"sglang::moe": f"{record['runner']} {record['tactic_words']}"}
+    assert len(records) == len(winners)
+
     warm = sglang(
         "tune", "--flashinfer-autotune-report", str(tmp_path / "warm.json"), "--log-level", "warning"
     )

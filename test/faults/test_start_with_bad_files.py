@@ -13,6 +13,7 @@ pytest.importorskip("flashinfer")
 
 from flashinfer.autotuner import AutoTuner
 
+from sglang.srt.autotune.records.record import with_runner
 from sglang.srt.autotune.report import StageReport
 from support.tiny_host import start
 
@@ -73,6 +74,27 @@ BAD_ENTRIES = {
 }
 
 
+def rename(runner: str, tactic: object) -> Callable[[Path], None]:
+    """Every record of the file names another runner, as one of another build or version would."""
+
+    def change(content: dict) -> None:
+        for key in [key for key in content if not key.startswith("_")]:
+            policy = content.pop(key)[2:]
+            content[with_runner(key, runner)] = [runner, tactic, *policy]
+
+    return edited(change)
+
+
+STRANGE_RUNNERS = {
+    "a runner of tomorrow": (
+        rename("WarpMoE", ["fast", [1, 2]]),
+        "5 records name WarpMoE, which is no runner of",
+    ),
+    "a runner of GPUs": (rename("TritonGroupedMoE", 0), "5 records name TritonGroupedMoE"),
+    "a tactic that the runner does not have": (rename("DenseMoE", ["few", [16, 4], [8, 2]]), None),
+}
+
+
 def one_file(report: StageReport) -> Path:
     assert report.cache_path is not None
     return Path(report.cache_path)
@@ -109,6 +131,19 @@ def test_a_bad_given_file_is_told_and_left_as_it_is(tmp_path, kind):
     assert report.status == "completed" and report.fallbacks == 0
     assert "given.json" in report.records.rejected[0]["reason"]
     assert (given.read_bytes() if given.is_file() else None) == before
+
+
+@pytest.mark.parametrize("kind", STRANGE_RUNNERS)
+def test_records_of_a_runner_that_is_not_here_are_told_tuned_anew_and_replaced(tmp_path, kind):
+    path = one_file(start(tmp_path))
+    damage, words = STRANGE_RUNNERS[kind]
+    damage(path)
+    report = start(tmp_path)
+    assert report.status == "completed" and report.fallbacks == 0 and report.profiles_tuned == 5
+    reasons = [item["reason"] for item in report.records.rejected]
+    assert len(reasons) == (words is not None) and all(reason.startswith(words) for reason in reasons)
+    healed = start(tmp_path)
+    assert healed.profiles_tuned == 0 and healed.records.rejected == [] and healed.records.user == 5
 
 
 def test_a_root_that_cannot_be_used_leaves_the_start_in_memory(tmp_path, caplog):

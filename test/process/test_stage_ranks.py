@@ -354,6 +354,23 @@ def test_a_given_record_stands_only_where_every_rank_was_given_it(tmp_path, rank
         assert reports[0]["winners"][key] == ["DenseMoE", 1]
 
 
+def one_runner_fewer(rank, size, port, root):
+    me = Rank(rank, size, port)
+    host = me.host()
+    if rank == 1:
+        host.runner.op.runners.pop()
+    return me.start(root, host)
+
+
+def test_a_runner_that_one_rank_does_not_have_competes_on_none(tmp_path):
+    reports = all_start(2, tmp_path, one_runner_fewer)
+    assert [report["status"] for report in reports] == ["completed", "completed"]
+    chosen = same_everywhere(reports, "winners")
+    assert {runner for runner, _ in chosen.values()} == {"SortedMoE"}
+    assert reports[0]["warnings"] == ["DenseMoE does not compete in sglang::moe: rank 1 does not have it"]
+    assert reports[1]["warnings"] == []
+
+
 def killed_at(rank, size, port, root, victim, step):
     me = Rank(rank, size, port, bound_s=3.0)
     host = me.host()

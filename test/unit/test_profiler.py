@@ -14,7 +14,9 @@ from sglang.srt.autotune import flashinfer_api, gpu_tuner
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
 from sglang.srt.autotune.gpu_tuner import GpuProfiler, compile_in_parallel, compile_threads
 from sglang.srt.autotune.profiler import Candidate, choose
+from sglang.srt.layers.moe.reference import DenseMoE, SortedMoE
 from sglang.srt.layers.moe.tuned_op import TunedOp
+from support.tiny_host import TinyHost, start
 
 
 @pytest.fixture(autouse=True)
@@ -298,3 +300,33 @@ def test_ranks_share_the_cores_that_compile(monkeypatch, cores, ranks, threads):
 
 def test_a_candidate_is_named_by_runner_and_tactic():
     assert Candidate(First({}), ("few", 1)).name == "First ('few', 1)"
+
+
+def test_kernels_that_records_name_are_compiled_before_any_forward(tmp_path, monkeypatch):
+    class Compiled(SortedMoE):
+        def compile_jobs(self, inputs, tactics):
+            return [lambda: compiled.append((inputs[0].shape[0], *tactics))]
+
+    def host():
+        host = TinyHost(between=lambda shape: events.append(len(compiled)))
+        host.runner.op.runners = [Compiled()]
+        return host
+
+    compiled, events = [], []
+    report = start(tmp_path, host())
+    assert compiled == [], "nothing is named before the first tuning"
+    events.clear()
+    warm = start(tmp_path, host())
+    assert warm.profiles_tuned == 0 and "kernels" in warm.timings
+    assert sorted(size for size, _ in compiled) == sorted(step.num_tokens for step in report.steps)
+    assert set(events) == {5}
+
+
+def test_an_inner_op_that_nobody_asked_for_is_not_called_misspelt(tmp_path):
+    class Outer(DenseMoE):
+        nested_ops = ("inner::op",)
+
+    host = TinyHost()
+    host.runner.op.runners = [SortedMoE(), Outer()]
+    report = start(tmp_path, host, skip_ops=("inner::op", "outer::typo"))
+    assert report.skipped_ops["never_asked"] == ["outer::typo"]

@@ -19,10 +19,10 @@ from sglang.srt.autotune.agreement import Agreement, AgreementError
 from sglang.srt.autotune.blocklist import put_in_force
 from sglang.srt.autotune.cache_phase import CachePhase, blocklist_of
 from sglang.srt.autotune.closing import close
+from sglang.srt.autotune.contenders import agree_on_runners, compile_choices, inner_ops
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.estimate import estimate, measured_pace
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
-from sglang.srt.autotune.gpu_tuner import compile_in_parallel, compile_threads
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.megamoe.host import MegaMoEHost
@@ -124,6 +124,7 @@ class _Stage:
 
         plan = self._plan()
         self._check_that_tuning_can_be_had()
+        self.report.warnings += agree_on_runners(self.host, self.agreement)
         self.has_begun = True
         if self.is_first:
             self._log_plan(plan)
@@ -134,8 +135,10 @@ class _Stage:
 
         with self.host.forward_context(), Journal(cache.journal_path) as journal:
             steps = self._with_headroom(self._without_left_out(plan.steps, cache, journal))
-            with self._timed("kernels"):
-                self._compile_choices(steps, cache)
+            if cache.merged_count:
+                with self._timed("kernels"):
+                    self.agreement.announce("compiling the kernels that records name")
+                    compile_choices(self.host, steps, self.settings.skip_ops)
             with self._timed("coverage"):
                 covered = self._agree_on_coverage(steps, cache, journal)
             todo = [step for step in steps if step not in covered and not self._is_left_out(step)]
@@ -303,16 +306,6 @@ class _Stage:
 
     # coverage --------------------------------------------------------------------------------------------
 
-    def _compile_choices(self, steps: Sequence[Step], cache: CachePhase) -> None:
-        """Compile in parallel what the records of all steps name and the disk does not have compiled yet."""
-        runners = [runner for op in self.host.tuned_ops for runner in op.runners]
-        if not cache.merged_count or not any(hasattr(runner, "compile_jobs") for runner in runners):
-            return
-        self.agreement.announce("compiling the kernels that records name")
-        with flashinfer_api.observed(), flashinfer_api.only_defaults(self.settings.skip_ops):
-            jobs = [job for step in steps for job in self.host.op_probe(step.bucket).compile_jobs()]
-        compile_in_parallel(jobs, compile_threads(self.host.topology.world_size))
-
     def _agree_on_coverage(
         self, steps: Sequence[Step], cache: CachePhase, journal: Journal
     ) -> dict[Step, Coverage]:
@@ -440,7 +433,9 @@ class _Stage:
                 )
         cache.describe(checked, covered)
         self.report.fallbacks = len(self.report.fallback_details)
-        never = [op for op in self.settings.skip_ops if op not in asked_and_skipped]
+        # Whether an inner op is asked for depends on which runner won.
+        asked_or_inner = asked_and_skipped | inner_ops(self.host)
+        never = [op for op in self.settings.skip_ops if op not in asked_or_inner]
         self.report.skipped_ops["never_asked"] = never
 
     # MegaMoE ---------------------------------------------------------------------------------------------
