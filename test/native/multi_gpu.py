@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.records.record import question_of
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed.parallel_state import ParallelState, initialize
 from sglang.srt.managers.io_struct import BatchTokenOutput, Shutdown, TokenizedRequest, WorkerMessage
@@ -137,7 +138,7 @@ def run_start(sizes: dict[str, int], rank: int, port: int, device: str, tunes: b
     if args.world_size > 1:
         parallel.world.barrier(60)
     report = runner.autotune_report.to_json()
-    winners = {key: str(entry[:2]) for key, entry in flashinfer_api.stored_entries().items()}
+    winners = {question_of(key): str(entry[:2]) for key, entry in flashinfer_api.stored_entries().items()}
     answers = [answer(client.tokens[str(i)]) for i in range(NUM_QUESTIONS)] if rank == 0 else []
     return {"answers": answers, "winners": winners, "report": report}
 

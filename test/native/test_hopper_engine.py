@@ -26,6 +26,7 @@ from sglang.test.arithmetic import few_shot_prompt, held_out_questions
 from support.sequences import Sequence, decode_batch, extend_batch
 
 MAX_REQUESTS = 32
+TRITON_PRODUCTS = ("first_gemv", "second_gemv", "first_tiles", "second_tiles")
 NEWLINE = 10
 RELATIVE_ERROR = 0.02
 """Of logits in BF16 against float32: norm of the difference over norm. Attention and MoE measured 0.2-0.6% each."""
@@ -128,15 +129,16 @@ def greedy_answers(runner: ModelRunner, prompts: list[str]) -> list[str]:
 
 
 def kernel_names(run: Callable[[], object]) -> list[str]:
-    """The CUTLASS grouped GEMMs that `run` launches, by the names in a profiler trace; tile shapes are part of them."""
+    """The MoE's products that `run` launches, by the names in a profiler trace; CUTLASS has tile shapes in them."""
     run()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize()
-    names = sorted({event.name for event in profile.events() if "cutlass" in event.name.lower()})
-    return [name for name in names if "gemm" in name.lower()]
+    names = sorted({event.name for event in profile.events()})
+    cutlass = [name for name in names if "cutlass" in name.lower() and "gemm" in name.lower()]
+    return cutlass + [name for name in names if name in TRITON_PRODUCTS]
 
 
 def test_the_start_tunes_captures_and_leaves_no_fallback(gpu: ModelRunner) -> None:
@@ -222,10 +224,10 @@ def test_a_replay_runs_the_tuned_kernels(gpu: ModelRunner, sequences: list[Seque
         tuned = kernel_names(lambda batch=batch: eager(gpu, batch))
         with flashinfer.autotune(False, skip_ops=set(gpu.moe_runner.op_names)):
             default = kernel_names(lambda batch=batch: eager(gpu, batch))
-        assert replayed, "the trace shows no CUTLASS GEMM"
+        assert replayed, "the trace shows no product of an MoE"
         assert replayed == tuned, num_seqs
         differs.append(replayed != default)
-    assert any(differs), "at every size the tuned choice is FlashInfer's default"
+    assert any(differs), "at every size the tuned choice is the default"
 
 
 def test_batches_above_the_captured_sizes_run_eagerly(cache_dir: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.bench.one_layer import OneLayer, OneLayerHost, tune
 from sglang.srt.autotune.plan import Limits, bucket_of
-from sglang.srt.layers.moe.base import MoEShape
+from sglang.srt.layers.moe.base import MoEShape, op_inputs
 from sglang.srt.layers.moe.registry import create_moe_runner
 from support.moe_reference import float32_moe, relative_error
 
@@ -67,7 +67,7 @@ def error_of(layer: OneLayer, num_tokens: int, out: torch.Tensor | None = None) 
     return relative_error((layer.run(inputs) if out is None else out)[rows], expected)
 
 
-@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "torch_grouped"])
+@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "triton_grouped", "torch_grouped", "portfolio"])
 @pytest.mark.parametrize("ep_rank", [None, 0, 1])
 def test_a_runner_equals_float32_at_every_token_count(device, clean_tuner, backend, ep_rank):
     ranks = {} if ep_rank is None else {"num_local_experts": 16, "ep_size": 2, "ep_rank": ep_rank}
@@ -91,6 +91,46 @@ def test_tuned_choices_are_right_too_and_every_lookup_finds_them(device, clean_t
     assert any("default" not in text for step in report.steps for text in step.winners.values())
 
 
+@pytest.mark.parametrize("ep_rank", [None, 0, 1])
+def test_the_portfolio_is_right_whoever_wins_and_a_second_start_profiles_nothing(
+    device, clean_tuner, tmp_path, ep_rank
+):
+    ranks = {} if ep_rank is None else {"num_local_experts": 16, "ep_size": 2, "ep_rank": ep_rank}
+    of_rank = shape(**ranks)
+    layer = OneLayer(of_rank, create_moe_runner("portfolio", of_rank, device=device), device)
+    assert len(layer.runner.op.runners) == 3
+    cold = tune(layer, 256, tmp_path, decode_ceiling=64)
+    assert cold.status == "completed" and cold.fallbacks == 0 and not cold.warnings
+    assert cold.profiles_tuned == 3 * len(cold.steps), "who serves, and FlashInfer's two products"
+    for attempt in range(2):
+        with flashinfer_api.observed() as lookups:
+            errors = {n: error_of(layer, n) for n in TOKEN_COUNTS if n <= 256}
+        assert max(errors.values()) < TOLERANCE, (errors, attempt)
+        assert not lookups.fallbacks
+        flashinfer_api.forget_everything()
+        warm = tune(layer, 256, tmp_path, decode_ceiling=64)
+        assert warm.profiles_tuned == 0 and warm.fallbacks == 0
+        assert [step.winners for step in warm.steps] == [step.winners for step in cold.steps]
+
+
+def test_each_implementation_of_the_portfolio_can_serve_a_graph(device, clean_tuner):
+    layer = OneLayer(shape(), create_moe_runner("portfolio", shape(), device=device), device)
+    inputs = layer.inputs(8)
+    op = layer.runner.op
+    of_op = op_inputs(shape(), *inputs, layer.weights)
+    for runner in op.runners:
+        tactic = runner.get_valid_tactics(of_op, None)[0]
+        with flashinfer_api.observed():
+            flashinfer_api.file_winner(op.name, runner, op.config, of_op, tactic)
+            layer.run(inputs)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = layer.run(inputs)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        assert error_of(layer, 8, out) < TOLERANCE, type(runner).__name__
+
+
 def test_a_second_start_profiles_nothing(device, clean_tuner, tmp_path):
     layer = OneLayer(shape(), create_moe_runner("flashinfer_cutlass", shape(), device=device), device)
     cold = tune(layer, 64, tmp_path, decode_ceiling=16)
@@ -100,7 +140,7 @@ def test_a_second_start_profiles_nothing(device, clean_tuner, tmp_path):
     assert warm.fallbacks == 0 and warm.records.user == cold.records.tuned
 
 
-@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "torch_grouped"])
+@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "triton_grouped", "torch_grouped", "portfolio"])
 @pytest.mark.parametrize("num_tokens", [1, 8, 1025])
 def test_a_runner_can_be_captured_and_follows_its_inputs(device, clean_tuner, backend, num_tokens):
     layer = OneLayer(shape(), create_moe_runner(backend, shape(), device=device), device)
