@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 
 from sglang.cli.autotune import main
-from sglang.cli.autotune.preview import SERVED_ARCHITECTURES, rank_places
+from sglang.cli.autotune.preview import SERVED_ARCHITECTURES, covered_steps, rank_places
 from sglang.srt.autotune import gpus
 from sglang.srt.autotune.gpus import gpu_named
 from sglang.srt.autotune.identity import EngineIdentity
 from sglang.srt.autotune.ops import MEGAMOE_OP, TUNABLE_OPS
+from sglang.srt.autotune.plan import Limits, make_plan
 from sglang.srt.autotune.records.cache_key import CachePath, RankPlace
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
 from sglang.srt.autotune.records.placement import cache_path_of
-from sglang.srt.autotune.records.record import Record, StepEntry
+from sglang.srt.autotune.records.record import Record, RecordSet, StepEntry
 from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.autotune_config import identity_of, settings_of
@@ -177,6 +178,23 @@ def test_a_bucket_that_was_tuned_in_decode_covers_the_prefill_step_of_other_limi
     assert rank["covered"] == ["prefill 8"]
 
 
+def test_records_of_flashinfers_op_alone_do_not_cover_the_portfolio():
+    gemms = [
+        KEY.replace("sglang::moe", f"trtllm::fused_moe::{gemm}").replace("ReferenceMoE", "MoERunner")
+        for gemm in ("gemm1", "gemm2")
+    ]
+    records = {key: Record(key, "MoERunner", 1) for key in gemms}
+    alone = RecordSet(records, steps={"decode 8": StepEntry("decode 8", tuple(gemms))})
+    plan = make_plan(Limits((8,), 8, 8), include_prefill=False)
+    assert covered_steps(plan, alone, TUNABLE_OPS["flashinfer_cutlass"]) == ("decode 8",)
+    assert covered_steps(plan, alone, TUNABLE_OPS["portfolio"]) == ()
+    both = RecordSet(
+        {**records, KEY: Record(KEY, "ReferenceMoE", 1)},
+        steps={"decode 8": StepEntry("decode 8", (KEY.replace("ReferenceMoE", "Other"), *gemms))},
+    )
+    assert covered_steps(plan, both, TUNABLE_OPS["portfolio"]) == ("decode 8",), "whoever answers"
+
+
 def test_with_megamoe_capacities_take_the_place_of_steps(capsys):
     flags = [*QWEN3, "--device", "cpu", "--moe-runner-backend", "reference_megamoe"]
     stamp = {field: "unknown" for field in ENVIRONMENT_FIELDS} | installed_stamp(None)
@@ -271,12 +289,15 @@ def test_models_without_a_seed_are_told_so(capsys):
 def test_op_names_are_those_of_the_runners():
     from sglang.srt.autotune.megamoe.records import NAMESPACE
     from sglang.srt.layers.moe.flashinfer_cutlass import FlashInferCutlassMoERunner
+    from sglang.srt.layers.moe.portfolio import PortfolioMoERunner, TritonGroupedMoERunner
     from sglang.srt.layers.moe.reference import ReferenceMoERunner
     from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
 
     assert TUNABLE_OPS["reference"] == ReferenceMoERunner.op_names
     assert TUNABLE_OPS["flashinfer_cutlass"] == FlashInferCutlassMoERunner.op_names
     assert TUNABLE_OPS["torch_grouped"] == TorchGroupedMoERunner.op_names
+    assert TUNABLE_OPS["portfolio"] == (*PortfolioMoERunner.op_names, *FlashInferCutlassMoERunner.op_names)
+    assert TUNABLE_OPS["triton_grouped"] == TritonGroupedMoERunner.op_names
     assert NAMESPACE == MEGAMOE_OP  # where the plan looks for the winners of capacities
 
 

@@ -143,7 +143,9 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
     ranks = []
     for place in places:
         user = read_rank(directory, place) if settings.use_cache else LoadedRecords()
-        covered = covered_steps(plan, merge_sources(seeds.chosen, user, given)) if settings.use_cache else ()
+        merged = merge_sources(seeds.chosen, user, given)
+        asked = tuple(op for op in ops if op not in settings.skip_ops)
+        covered = covered_steps(plan, merged, asked) if settings.use_cache else ()
         name = Path(user.path or (directory or expected.directory.with_name("?")) / place.file_name())
         ranks.append(
             RankRecords(
@@ -247,18 +249,27 @@ def read_rank(directory: Path | None, place: RankPlace) -> LoadedRecords:
     return load_file(path, source=None, environment=None)
 
 
-def covered_steps(plan: Plan, records: RecordSet) -> tuple[str, ...]:
+def covered_steps(plan: Plan, records: RecordSet, ops: tuple[str, ...]) -> tuple[str, ...]:
     """The steps all of whose known keys have a record. The start itself checks with a forward.
 
-    Keys hold the bucket and not the phase: what a start tuned as ``decode 16`` covers ``prefill 16`` of another.
+    Keys hold the bucket and not the phase: what a start tuned as ``decode 16`` covers ``prefill 16`` of another. A step
+    that never asked for the first of ``ops`` was seen by another backend, and says nothing of this one.
     """
     answered = set(map(question_of, records.records))
     complete = {
         name.split()[-1]
         for name, entry in records.steps.items()
-        if entry.keys and all(question_of(key) in answered for key in entry.keys)
+        if any(_op_of(key) in ops[:1] for key in entry.keys)
+        and all(question_of(key) in answered for key in entry.keys)
     }
     return tuple(step.name for step in plan.steps if str(step.bucket) in complete)
+
+
+def _op_of(key: str) -> str | None:
+    try:
+        return parse_key(key).custom_op
+    except ValueError:
+        return None
 
 
 def megamoe_capacities(plan: Plan, records: RecordSet) -> tuple[int, ...]:

@@ -269,7 +269,12 @@ def _outputs(args: argparse.Namespace) -> dict[str, Any]:
         [1023, 1024, 1025],
         _device(),
         "flashinfer_cutlass",
-        {"max_running_requests": 16, "chunked_prefill_size": MAX_NUM_TOKENS, "max_total_tokens": 16384},
+        {
+            "moe_runner_backend": "flashinfer_cutlass",
+            "max_running_requests": 16,
+            "chunked_prefill_size": MAX_NUM_TOKENS,
+            "max_total_tokens": 16384,
+        },
         num_layers=min(4, config["num_hidden_layers"]),
     )
 
