@@ -39,7 +39,7 @@ from sglang.srt.autotune.identity import EngineIdentity, Topology
 from sglang.srt.autotune.plan import Limits, Shape
 from sglang.srt.layers.moe.base import ExpertWeights, MoEShape
 from sglang.srt.layers.moe.flashinfer_cutlass import FlashInferCutlassMoERunner
-from sglang.srt.layers.moe.topk import balanced_topk_ids
+from sglang.srt.layers.moe.topk import typical_topk_ids
 from sglang.srt.managers.worker_environment import prepare_environment
 from support.tiny_host import TinyHost, start
 
@@ -90,7 +90,7 @@ class CutlassProbe:
         self._hidden = torch.randn(
             num_tokens, HIDDEN, device=device, dtype=torch.bfloat16, generator=generator
         )
-        self._ids = balanced_topk_ids(num_tokens, TOP_K, EXPERTS, device)
+        self._ids = typical_topk_ids(num_tokens, TOP_K, EXPERTS, device)
         self._weights = torch.full((num_tokens, TOP_K), 1 / TOP_K, device=device)
 
     def run(self) -> torch.Tensor:

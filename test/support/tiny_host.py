@@ -22,7 +22,7 @@ from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.stage import run_stage
 from sglang.srt.layers.moe.base import ExpertWeights, MoEShape
 from sglang.srt.layers.moe.reference import ReferenceMoE, ReferenceMoERunner
-from sglang.srt.layers.moe.topk import balanced_topk_ids
+from sglang.srt.layers.moe.topk import typical_topk_ids
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
 
@@ -83,7 +83,7 @@ class TinyHost:
 class TinyProbe:
     def __init__(self, host: TinyHost, num_tokens: int) -> None:
         self._host, self._hidden = host, torch.randn(num_tokens, HIDDEN)
-        self._ids = balanced_topk_ids(num_tokens, TOP_K, EXPERTS, host.device)
+        self._ids = typical_topk_ids(num_tokens, TOP_K, EXPERTS, host.device)
         self._weights = torch.full((num_tokens, TOP_K), 1 / TOP_K)
 
     def run(self) -> torch.Tensor:

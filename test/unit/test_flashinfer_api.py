@@ -11,7 +11,7 @@ from sglang.srt.autotune import flashinfer_api
 from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.portfolio import OP_NAME
 from sglang.srt.layers.moe.reference import ReferenceMoERunner
-from sglang.srt.layers.moe.topk import balanced_topk_ids
+from sglang.srt.layers.moe.topk import typical_topk_ids
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def moe():
     w13, w2 = torch.randn(4, 16, 16), torch.randn(4, 16, 8)
 
     def inputs(num_tokens):
-        ids = balanced_topk_ids(num_tokens, 2, 4, torch.device("cpu"))
+        ids = typical_topk_ids(num_tokens, 2, 4, torch.device("cpu"))
         return [torch.randn(num_tokens, 16), ids, torch.full((num_tokens, 2), 0.5), w13, w2]
 
     return runner, inputs

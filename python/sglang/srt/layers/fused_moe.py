@@ -12,7 +12,7 @@ from sglang.srt.layers.linear import Linear, divide
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU, MoEActivation
 from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape
 from sglang.srt.layers.moe.megamoe import MegaMoERunner
-from sglang.srt.layers.moe.topk import balanced_topk_ids, expert_selector
+from sglang.srt.layers.moe.topk import expert_selector, typical_topk_ids
 from sglang.srt.model_executor.forward_batch import ForwardBatch
 from sglang.srt.model_loader.weights import NamedSlots, WeightSlot
 
@@ -101,16 +101,16 @@ class FusedMoE(nn.Module):
             return self._mega(self.mega_owner, hidden_states, batch)
         if num_tokens is None:
             assert self.parallel.attn_dp.size == 1, "attention DP needs the token counts of all ranks"
-            return self._experts(hidden_states, batch.balanced_routing)
+            return self._experts(hidden_states, batch.typical_routing)
         gathered = gather_tokens(hidden_states, num_tokens, self.parallel.attn_dp)
         return local_tokens(
-            self._experts(gathered, batch.balanced_routing), num_tokens, self.parallel.attn_dp
+            self._experts(gathered, batch.typical_routing), num_tokens, self.parallel.attn_dp
         )
 
     def _mega(self, owner: int, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Local tokens stay local: the kernel exchanges them, and ranks without any take part."""
         assert isinstance(self.runner, MegaMoERunner)
-        topk_weights, topk_ids = self._route(hidden_states, batch.balanced_routing)
+        topk_weights, topk_ids = self._route(hidden_states, batch.typical_routing)
         return self.runner.exchange_and_run(
             owner, hidden_states, topk_ids, topk_weights, batch.global_num_tokens
         )
@@ -123,7 +123,7 @@ class FusedMoE(nn.Module):
             return empty, empty.to(torch.int32)
         topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
         if balanced:
-            topk_ids = balanced_topk_ids(num_tokens, top_k, self.shape.num_experts, device)
+            topk_ids = typical_topk_ids(num_tokens, top_k, self.shape.num_experts, device)
         return topk_weights, topk_ids
 
     def _experts(self, hidden_states: torch.Tensor, balanced: bool) -> torch.Tensor:

@@ -14,7 +14,7 @@ from sglang.srt.autotune.plan import Phase, Shape
 from sglang.srt.autotune_config import identity_of
 from sglang.srt.layers.fused_moe import FusedMoE, moe_layers
 from sglang.srt.layers.moe.megamoe import MegaMoERunner
-from sglang.srt.layers.moe.topk import balanced_topk_ids
+from sglang.srt.layers.moe.topk import typical_topk_ids
 from sglang.srt.model_executor.forward_batch import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ModelRunnerHost:
             yield
 
     def dummy_forward(self, shape: Shape, *, every_layer: bool = True) -> None:
-        """One forward of random tokens whose routing visits the experts in turn.
+        """One forward of random tokens, routed as a trained router would.
 
         Pipeline stages run theirs apart from each other, each after the first from random hidden states: tuning
         needs shapes, and a stage that waits for another is one more way to hang.
@@ -68,7 +68,7 @@ class ModelRunnerHost:
             runner.model_config.vocab_size, (num_tokens,), generator=self._generator, device=self.device
         )
         batch = ForwardBatch.dummy(mode if lengths else ForwardMode.IDLE, lengths, ids)
-        batch.balanced_routing = True
+        batch.typical_routing = True
         batch.num_layers = None if every_layer else runner.model.num_distinct_layers()
         if parallel.attn_dp.size > 1:
             batch.global_num_tokens = list(shape.tokens_of_rank)
@@ -105,12 +105,12 @@ class ModelRunnerHost:
 
 
 class MoEProbe:
-    """One layer's experts on fixed inputs ``hidden`` `[T, H]` and routing that visits the experts in turn."""
+    """One layer's experts on fixed inputs ``hidden`` `[T, H]` and the routing of `typical_topk_ids`."""
 
     def __init__(self, layer: FusedMoE, hidden: torch.Tensor) -> None:
         self._layer, self._hidden, shape = layer, hidden, layer.shape
         num_tokens, top_k = hidden.shape[0], shape.top_k
-        self._ids = balanced_topk_ids(num_tokens, top_k, shape.num_experts, hidden.device)
+        self._ids = typical_topk_ids(num_tokens, top_k, shape.num_experts, hidden.device)
         self._weights = torch.full((num_tokens, top_k), 1 / top_k, dtype=torch.float32, device=hidden.device)
 
     def run(self) -> torch.Tensor:

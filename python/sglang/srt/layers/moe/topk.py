@@ -52,11 +52,27 @@ def expert_selector(device: torch.device) -> Selector:
     return route
 
 
-def balanced_topk_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """Routing that keeps every expert busy: consecutive slots visit the experts in turn.
+def typical_topk_ids(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> torch.Tensor:
+    """Routing as a trained router gives it: all experts are as likely, and some get more tokens than others.
+
+    Which kernel is the fastest depends on how uneven the experts' shares are, so a choice that is measured with equal
+    shares is wrong at serving. Slot ``k`` of a token draws from the ``k``-th part of the experts: the ids of a token
+    are distinct, and every rank of an expert-parallel group gets its part. The draw is a hash of the slot's number,
+    the same on every device and at every start.
 
     Returns:
-        ``[T, K]`` int32; the ids of one token are distinct as long as ``K <= E``.
+        ``[T, K]`` int32, ``K <= E``.
     """
-    slots = torch.arange(num_tokens * top_k, device=device, dtype=torch.int64)
-    return (slots % num_experts).view(num_tokens, top_k).to(torch.int32)
+    slots = torch.arange(num_tokens * top_k, device=device, dtype=torch.int64).view(num_tokens, top_k)
+    choice = slots % top_k
+    first = choice * num_experts // top_k
+    size = (choice + 1) * num_experts // top_k - first
+    return (first + _hashed(slots) % size).to(torch.int32)
+
+
+def _hashed(values: torch.Tensor) -> torch.Tensor:
+    """Non-negative int64 below `2^32` -> the same, scattered: shifts and products until each bit moves all others."""
+    values = (values + 1) * 0x9E3779B1 & 0xFFFFFFFF
+    for shift, factor in ((16, 0x45D9F3B), (15, 0x45D9F3B)):
+        values = ((values ^ (values >> shift)) * factor) & 0xFFFFFFFF
+    return values ^ (values >> 16)
