@@ -17,8 +17,9 @@ _FIRST_LOOK = 2
 class OpTimer:
     """Median time of a callable in milliseconds.
 
-    On CUDA the callable is captured once and replayed, the L2 cache overwritten before each replay, as a
-    decode step finds it after the other layers' weights went through.
+    On CUDA the callable is captured once and replayed. Before each replay other memory is read until nothing of the
+    callable's is left in the L2 cache, as a decode step finds it after the other layers' weights went through. Writing
+    would do that too, but the callable would then wait for what was written to leave the cache.
     """
 
     def __init__(self, device: torch.device, *, repeats: int = 7, budget_s: float = 0.05) -> None:
@@ -26,7 +27,7 @@ class OpTimer:
         self._flush: torch.Tensor | None = None
         if device.type == "cuda":
             l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush = torch.empty(2 * l2_bytes, dtype=torch.int8, device=device)
+            self._flush = torch.zeros(2 * l2_bytes // 4, dtype=torch.float32, device=device)
             self._stream = torch.cuda.Stream(device)
             self._pool = torch.cuda.graph_pool_handle()
             #: The last graph, which keeps the pool alive for the next.
@@ -103,7 +104,7 @@ class OpTimer:
         assert self._flush is not None
         events = []
         for _ in range(count):
-            self._flush.zero_()
+            self._flush.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()
