@@ -56,6 +56,8 @@ def measure_engine(
 ) -> dict[str, Any]:
     """Start once and measure everything; `args` must leave the stage on. Records and the seed go below `folder`.
 
+    No start sees the seeds that ship with the product: they may hold what a cold one is to measure.
+
     Returns plain data: seconds and profiles of each start, and milliseconds of each forward by the default
     choice, the tuned one, `torch_grouped` and the `portfolio`, beside the bound. `args` name the runner that the first
     two are of.
@@ -70,14 +72,16 @@ def measure_engine(
     _add(rows, "default_ms", forwards.times_ms())
     starts: dict[str, Any] = {"disabled": _start_row(runner.autotune_report, start_s, 0.0)}
 
-    cold = restart_stage(runner, args, folder / "records")
+    nothing = folder / "no-seeds"
+    nothing.mkdir(parents=True)
+    cold = restart_stage(runner, args, folder / "records", nothing)
     capture_s = recapture(runner)
     _add(rows, "tuned_ms", forwards.times_ms())
     starts["cold"] = _start_row(cold, start_s, cold.seconds)
 
-    warm = restart_stage(runner, args, folder / "records")
+    warm = restart_stage(runner, args, folder / "records", nothing)
     starts["warm"] = _start_row(warm, start_s, warm.seconds)
-    seeds = _export_seed(cold, folder)
+    seeds = _export_seed(cold, folder / "seeds")
     seeded = restart_stage(runner, args, folder / "seeded", seeds)
     starts["seeded"] = _start_row(seeded, start_s, seeded.seconds)
 
@@ -87,8 +91,11 @@ def measure_engine(
         _add(rows, "torch_grouped_ms", forwards.times_ms())
     whole = create_moe_runner(portfolio, runner.moe_runner.shape, device=runner.device)
     with swapped_moe_runner(runner, whole):
-        stage = restart_stage(runner, args, folder / "portfolio")
+        stage = restart_stage(runner, args, folder / "portfolio", nothing)
         starts["portfolio"] = _start_row(stage, start_s, stage.seconds)
+        again = restart_stage(runner, args, folder / "portfolio", nothing)
+        starts["portfolio, warm"] = _start_row(again, start_s, again.seconds)
+        portfolio_seed = _export_seed(stage, folder / "portfolio-seeds")
         recapture(runner)
         _add(rows, "portfolio_ms", forwards.times_ms())
     return {
@@ -102,6 +109,7 @@ def measure_engine(
         "starts": starts,
         "cold_report": cold.to_json(),
         "seed": json.loads((seeds / SEED_FILE).read_text()),
+        "portfolio_seed": json.loads((portfolio_seed / SEED_FILE).read_text()),
         "rows": rows,
     }
 
@@ -199,7 +207,7 @@ def restart_stage(
 ) -> StageReport:
     """Run the stage as a fresh process would: nothing live in the tuner, records below `cache_root`.
 
-    `seeds` is a folder that stands in for the built-in seeds.
+    `seeds` is a folder that stands in for the built-in seeds; it may be empty.
     """
     flashinfer_api.forget_everything()
     settings = replace(settings_of(args), cache_root=cache_root, seed_folder=seeds)
@@ -219,25 +227,24 @@ def recapture(runner: ModelRunner) -> float:
 
 @contextlib.contextmanager
 def swapped_moe_runner(runner: ModelRunner, other: MoERunner) -> Iterator[None]:
-    """Have all layers run their experts by `other` inside the block."""
+    """Have all layers run their experts by `other` inside the block, as if --moe-runner-backend named it."""
     layers = moe_layers(runner.model)
-    before = runner.moe_runner
+    before, args = runner.moe_runner, runner.server_args
 
-    def use(moe_runner: MoERunner) -> None:
-        runner.moe_runner = moe_runner
+    def use(moe_runner: MoERunner, server_args: ServerArgs) -> None:
+        runner.moe_runner, runner.server_args = moe_runner, server_args
         for layer in layers:
             layer.runner = moe_runner
 
-    use(other)
+    use(other, replace(args, moe_runner_backend=other.name))
     try:
         yield
     finally:
-        use(before)
+        use(before, args)
 
 
-def _export_seed(report: StageReport, folder: Path) -> Path:
-    """The folder with a seed of the records that `report` left."""
-    seeds = folder / "seeds"
+def _export_seed(report: StageReport, seeds: Path) -> Path:
+    """Put a seed of the records that `report` left into the folder `seeds`; gives the folder."""
     seeds.mkdir(parents=True, exist_ok=True)
     assert report.cache_path is not None, "a completed stage names its file"
     code = export_seed.main([report.cache_path, "-o", str(seeds / SEED_FILE), "--force"])
