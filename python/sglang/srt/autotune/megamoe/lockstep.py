@@ -21,7 +21,7 @@ from sglang.srt.autotune.megamoe.sweep_search import Choice, knobs_key
 FIRST_REPEATS, MORE_REPEATS = 3, 12
 #: A candidate this much slower than the best so far is not timed any longer.
 HOPELESS = 1.3
-#: The first three of a single-rank sweep lie within 1-2% (measured on an H200); a further one costs seconds of compilation.
+#: The first three of a single-rank sweep lie within 1-2% (measured on an H200); each further one compiles for seconds.
 NUM_INHERITED, NUM_ORDERED = 4, 3
 
 
