@@ -62,7 +62,8 @@ class ReferenceMegaMoE(MegaMoEKernel):
         return all_knobs()
 
     def screened(self, capacity: int) -> list[Knobs]:
-        return [knobs for knobs in all_knobs() if knobs["tile_rows"] == 8]
+        usual = reference_layer.DEFAULT_KNOBS["tile_rows"]
+        return [knobs for knobs in all_knobs() if knobs["tile_rows"] == usual]
 
     def variants(self, knobs: Knobs) -> list[Knobs]:
         return [

@@ -4,7 +4,7 @@ One forward: every rank sends its tokens to the ranks that hold their experts, r
 received, and sends the weighted results back. Workspaces live in a process-wide pool with reference counts, as
 `flashinfer.moe_ep` keeps them; knobs change the speed and never a bit of the result.
 
-Why no bit changes: every product has rows in multiples of eight (shorter ones round differently on some CPUs),
+Why no bit changes: every product has rows in multiples of sixteen (shorter ones round differently on some CPUs),
 sums run in one fixed order, and padding only ever adds rows.
 """
 
@@ -28,8 +28,8 @@ from sglang.srt.autotune.megamoe.inputs import synthetic_inputs
 from sglang.srt.autotune.megamoe.kernels.base import Geometry, Knobs, MegaInputs, Owner, Workspace
 
 #: `experts`: one product per tile in a loop, or all tiles in one batch. `tile_rows`: rows of one product.
-KNOB_VALUES: dict[str, tuple[Any, ...]] = {"experts": ("loop", "batched"), "tile_rows": (8, 32)}
-DEFAULT_KNOBS: Knobs = {"experts": "loop", "tile_rows": 8}
+KNOB_VALUES: dict[str, tuple[Any, ...]] = {"experts": ("loop", "batched"), "tile_rows": (16, 32)}
+DEFAULT_KNOBS: Knobs = {"experts": "loop", "tile_rows": 16}
 
 #: FlashInfer's exchange function of torch, under its newer name where there is one.
 _all_to_all = getattr(dist, "all_to_all_single", None)
