@@ -92,7 +92,8 @@ def test_every_command_and_flag_that_is_named_exists(page):
 
 def test_flags_named_in_the_text_exist():
     known = set(re.findall(r"--[a-z][a-z0-9-]+", docs.render()))
-    for source in (REPOSITORY / "python").rglob("*.py"):  # the tools that are run with `python -m`
+    # The tools that are run with `python -m`, and the scripts for a GPU host.
+    for source in [*(REPOSITORY / "python").rglob("*.py"), *(REPOSITORY / "test" / "native").glob("*.py")]:
         known |= set(re.findall(r'"(--[a-z][a-z0-9-]+)"', source.read_text(encoding="utf-8")))
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
