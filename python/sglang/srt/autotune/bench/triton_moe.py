@@ -11,6 +11,7 @@ import argparse
 import gc
 import json
 import logging
+import statistics
 import sys
 import tempfile
 import time
@@ -146,6 +147,26 @@ class Bench:
         self.timer.repeats = repeats or self.args.repeats
         return 1e3 * self.timer.measure_ms(run)
 
+    def clean_us(self, run: Callable[[], object], repeats: int = 30) -> float | None:
+        """As `measure_us`, but the L2 is filled by reading: what the flush wrote need not go to memory meanwhile."""
+        if self.device.type != "cuda":
+            return None
+        l2_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size
+        others = torch.zeros(4 * l2_bytes // 8, dtype=torch.int64, device=self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        events = []
+        for _ in range(repeats):
+            others.max()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            events.append((start, end))
+        torch.cuda.synchronize(self.device)
+        return 1e3 * statistics.median(start.elapsed_time(end) for start, end in events)
+
     def row(self, num_tokens: int) -> dict[str, Any]:
         inputs = self.inputs(num_tokens)
         touched, num_bytes, flops = moe_work(self.shape, inputs[1])
@@ -175,11 +196,11 @@ class Bench:
         row["error"] = checked.float32_error(tactic)
         row["best_of_method"] = {winner[0]: us for us, winner in best}
         row["us"] = self.measure_us(partial(self.moe.forward, inputs, tactic), 30)
-        for name, planner in (
-            ("no_prefetch_us", Planner(self.shape, prefetches=False)),
-            ("no_overlap_us", Planner(self.shape, overlaps=False)),
-        ):
-            row[name] = self.measure_us(partial(_run, planner, inputs_of, tactic), 30)
+        row["no_overlap_us"] = self.measure_us(
+            partial(_run, Planner(self.shape, overlaps=False), inputs_of, tactic), 30
+        )
+        row["clean_us"] = self.clean_us(partial(self.moe.forward, inputs, tactic))
+        row["floor_us"] = self.measure_us(partial(inputs[2][:1].mul_, 1), 30)
         launches, out = Planner(self.shape, overlaps=False).plan(inputs_of, tactic)
         row["parts_us"] = [(launch.kernel.__name__, self.measure_us(launch.run, 30)) for launch in launches]
         del out
@@ -273,14 +294,15 @@ def tables(document: dict[str, Any]) -> str:
         "us / bound",
         "error",
         "tactic",
-        "no prefetch",
         "no overlap",
+        "clean L2",
+        "floor",
     ]
     head += ["parts alone", "torch_grouped us", "flashinfer us"]
     rows, lines = [], []
     for row in document["rows"]:
         if "tactic" not in row:
-            rows.append([row["tokens"], row["experts"], row["bound_us"], row.get("failed"), *[None] * 8])
+            rows.append([row["tokens"], row["experts"], row["bound_us"], row.get("failed"), *[None] * 9])
             continue
         parts = " + ".join(f"{name} {us:.1f}" for name, us in row["parts_us"])
         rows.append(
@@ -291,7 +313,7 @@ def tables(document: dict[str, Any]) -> str:
                 " ".join(
                     "/".join(map(str, part)) if isinstance(part, tuple) else part for part in row["tactic"]
                 ),
-                *(f"{row[name]:.1f}" for name in ("no_prefetch_us", "no_overlap_us")),
+                *(row[name] and f"{row[name]:.1f}" for name in ("no_overlap_us", "clean_us", "floor_us")),
                 parts,
                 row["torch_grouped_us"],
                 row.get("flashinfer_us"),

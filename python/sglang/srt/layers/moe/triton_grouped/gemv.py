@@ -12,9 +12,7 @@ import triton.language as tl
 from sglang.srt.layers.moe.triton_grouped.parts import (
     activate,
     held_here,
-    prefetch,
     start_launch,
-    wait_for_former,
 )
 
 
@@ -90,19 +88,11 @@ def second_gemv(  # type: ignore[no-untyped-def]
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     stages: tl.constexpr,
-    num_threads: tl.constexpr,
     waits: tl.constexpr,
-    prefetches: tl.constexpr,
 ):
     """Grid `(T, blocks of hidden)`: all experts of a token in one program, so that their sum stays in registers."""
     token = tl.program_id(0)
     first_row = tl.program_id(1) * block_n
-    if prefetches:
-        for choice in tl.static_range(top_k):
-            expert = tl.load(ids + token * top_k + choice)
-            if held_here(expert, num_experts):
-                begin = w2 + expert.to(tl.int64) * (hidden * inner) + first_row * inner
-                prefetch(begin, block_n * inner * 2, num_threads)
     slots = tl.arange(0, slot_block)
     experts = tl.load(ids + token * top_k + slots, mask=slots < top_k, other=-1)
     held = held_here(experts, num_experts)
@@ -114,7 +104,8 @@ def second_gemv(  # type: ignore[no-untyped-def]
     w_rows = w2 + of_expert[:, None, None] + row
     act_rows = act + (token * top_k + slots)[:, None, None] * inner
     present = held[:, None, None]
-    wait_for_former(waits)
+    # Ids and weights are older than the kernel before this one, which waited for nothing.
+    start_launch(waits, False)
     acc = tl.zeros([slot_block, block_n, block_k], tl.float32)
     for start in tl.range(0, inner, block_k, num_stages=stages):
         k = (start + ks)[None, None, :]

@@ -18,19 +18,22 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.triton_grouped.align import align_slots, sum_parts
 from sglang.srt.layers.moe.triton_grouped.gemv import first_gemv, second_gemv
+from sglang.srt.layers.moe.triton_grouped.stream import first_stream, second_stream
 from sglang.srt.layers.moe.triton_grouped.tactics import (
     BLOCK_M,
     DOT_TMA,
     FEW,
     GEMV,
     MAX_FEW_SLOTS,
+    MAX_STREAM_TOKENS,
+    STREAM,
     SWAP,
     SWAP_TMA,
     Config,
 )
 from sglang.srt.layers.moe.triton_grouped.tiles import first_tiles, second_tiles
 
-#: Whether kernels run in Triton's interpreter, which has neither the overlap of launches nor the prefetch.
+#: Whether kernels run in Triton's interpreter, which has no overlap of launches and multiplies no BF16.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _ALIGN_BLOCK = 1024
@@ -89,15 +92,14 @@ class _Rows:
 
 
 class Planner:
-    """Makes the launches of one shape.
+    """Makes the launches of one shape. `overlaps` lets each kernel start while its forerunner ends."""
 
-    `overlaps` lets each kernel start while its forerunner ends; `prefetches` lets one that waits so fetch its weights.
-    """
-
-    def __init__(self, shape: MoEShape, *, overlaps: bool = True, prefetches: bool = True) -> None:
+    def __init__(self, shape: MoEShape, *, overlaps: bool = True) -> None:
         self._shape = shape
         self._overlaps = overlaps and not INTERPRETED
-        self._prefetches = self._overlaps and prefetches
+        self._num_sms = (
+            torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 4
+        )
         self._sizes = {
             "hidden": shape.hidden_size,
             "inner": shape.intermediate_size,
@@ -119,7 +121,9 @@ class Planner:
         method, first, second = tactic
         rows, launches = self._rows(inputs, method)
         act_rows = rows.num_blocks * rows.block_m if rows.tables else inputs.ids.numel()
-        act = inputs.x.new_empty(act_rows, self._shape.intermediate_size)
+        act = torch.empty(
+            act_rows, self._shape.intermediate_size, dtype=inputs.x.dtype, device=inputs.x.device
+        )
         out = torch.empty_like(inputs.x)
         launches.append(self._first(inputs, first, rows, act))
         launches += self._second(inputs, second, rows, act, out)
@@ -162,6 +166,13 @@ class Planner:
             "num_warps": warps,
         }
         num_n = triton.cdiv(shape.intermediate_size, block_n)
+        if kind == STREAM:
+            streamed = (inputs.x, inputs.w13, inputs.b13, inputs.ids, act, inputs.ids.numel())
+            meta |= {"block_k": triton.next_power_of_2(shape.hidden_size)}
+            meta |= {"slot_block": MAX_STREAM_TOKENS * triton.next_power_of_2(shape.top_k)}
+            programs = block_k * self._num_sms
+            meta |= {"turns": triton.cdiv(inputs.ids.numel() * num_n, programs)}
+            return Launch(first_stream, (programs,), streamed, meta)
         if kind == GEMV:
             args = (inputs.x, inputs.w13, inputs.b13, inputs.ids, act)
             return Launch(first_gemv, (inputs.ids.numel(), num_n), args, meta)
@@ -187,19 +198,22 @@ class Planner:
         shape, waits = self._shape, self._overlaps
         b2 = inputs.b2 if shape.adds_output_bias else None
         num_n = triton.cdiv(shape.hidden_size, block_n)
-        share = block_n * shape.intermediate_size * act.element_size()
-        fits = shape.hidden_size % block_n == 0 and share % (512 * warps) == 0
         meta = {
             **self._sizes,
             "block_n": block_n,
             "block_k": block_k,
             "stages": stages,
-            "num_threads": 32 * warps,
             "waits": waits,
-            "prefetches": self._prefetches and fits and rows.tables is None,
             "num_warps": warps,
             **_overlapping(waits),
         }
+        if kind == STREAM:
+            args = (act, inputs.w2, b2, inputs.ids, inputs.weights, out)
+            meta |= {"block_k": triton.next_power_of_2(shape.intermediate_size)}
+            meta |= {"slot_block": triton.next_power_of_2(shape.top_k)}
+            programs = block_k * self._num_sms // inputs.num_tokens
+            meta |= {"turns": triton.cdiv(num_n, programs)}
+            return [Launch(second_stream, (programs, inputs.num_tokens), args, meta)]
         if kind == GEMV:
             slot_block = triton.next_power_of_2(shape.top_k)
             args = (act, inputs.w2, b2, inputs.ids, inputs.weights, out)
@@ -214,7 +228,6 @@ class Planner:
             (
                 act,
                 _weights(inputs.w2, config),
-                inputs.w2,
                 b2,
                 inputs.ids,
                 inputs.weights,

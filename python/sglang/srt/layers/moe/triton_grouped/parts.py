@@ -27,7 +27,7 @@ def held_here(expert, num_experts: tl.constexpr):  # type: ignore[no-untyped-def
 
 @triton.jit
 def start_launch(waits: tl.constexpr, overlaps: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Open a kernel whose launch overlaps its neighbours': wait for the former one, then let the next one start.
+    """Open a kernel whose launch overlaps its neighbours': wait for the former one to end, then let the next one start.
 
     In this order: a kernel that has waited saw all its forerunners end, so the next one may read before its own wait
     whatever was written before this kernel.
@@ -36,28 +36,6 @@ def start_launch(waits: tl.constexpr, overlaps: tl.constexpr):  # type: ignore[n
         gdc_wait()
     if overlaps:
         gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_former(waits: tl.constexpr):  # type: ignore[no-untyped-def]
-    if waits:
-        gdc_wait()
-
-
-@triton.jit
-def prefetch(start, num_bytes: tl.constexpr, num_threads: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for `num_bytes` from `start` on to be brought to L2, 16 bytes or a multiple for each thread."""
-    share: tl.constexpr = num_bytes // num_threads
-    places = start.to(tl.pointer_type(tl.int8)) + tl.arange(0, num_threads) * share
-    sizes = tl.full([num_threads], share, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [places, sizes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any
 Config = tuple[Any, ...]
 
 #: A product without tensor cores; a tile with rows on the left; with the weights on the left; the same with TMA.
-GEMV, DOT, SWAP, DOT_TMA, SWAP_TMA = "gemv", "dot", "swap", "dot_tma", "swap_tma"
+GEMV, STREAM, DOT, SWAP, DOT_TMA, SWAP_TMA = "gemv", "stream", "dot", "swap", "dot_tma", "swap_tma"
 
 FEW = "few"
 #: Rows of a tile in each method; "few" works out its rows in place, the others need the aligned table.
@@ -25,6 +25,7 @@ BLOCK_M = {FEW: 16, "grouped16": 16, "grouped32": 32, "grouped64": 64, "grouped1
 MAX_FEW_SLOTS = 512
 #: Above so many tokens a product without tensor cores repeats too much.
 MAX_GEMV_TOKENS = 8
+MAX_STREAM_TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -46,149 +47,145 @@ class Space:
             yield self.tactic(0, j)
 
 
+FIRST_STREAM: tuple[Config, ...] = (
+    (STREAM, 2, 3, 4, 3),
+    (STREAM, 1, 4, 4, 3),
+    (STREAM, 1, 4, 4, 4),
+    (STREAM, 1, 6, 4, 3),
+    (STREAM, 2, 2, 8, 4),
+    (STREAM, 2, 3, 4, 4),
+    (STREAM, 2, 4, 4, 2),
+    (STREAM, 4, 2, 8, 3),
+)
+SECOND_STREAM: tuple[Config, ...] = (
+    (STREAM, 1, 4, 4, 3),
+    (STREAM, 1, 4, 4, 4),
+    (STREAM, 1, 6, 4, 3),
+    (STREAM, 1, 4, 8, 4),
+    (STREAM, 2, 3, 4, 3),
+    (STREAM, 2, 2, 8, 4),
+    (STREAM, 2, 4, 8, 2),
+    (STREAM, 4, 2, 8, 3),
+)
 FIRST_GEMV: tuple[Config, ...] = (
-    (GEMV, 4, 512, 4, 1),
-    (GEMV, 4, 1024, 4, 1),
-    (GEMV, 2, 2048, 4, 1),
-    (GEMV, 4, 2048, 8, 1),
     (GEMV, 2, 1024, 4, 1),
-    (GEMV, 8, 512, 4, 1),
-    (GEMV, 8, 512, 8, 1),
-    (GEMV, 8, 256, 4, 3),
-    (GEMV, 4, 512, 4, 3),
-    (GEMV, 4, 256, 2, 4),
-    (GEMV, 8, 512, 8, 3),
+    (GEMV, 2, 2048, 4, 1),
+    (GEMV, 4, 1024, 4, 1),
+    (GEMV, 1, 2048, 4, 1),
+    (GEMV, 2, 2048, 8, 1),
+    (GEMV, 2, 1024, 2, 1),
+    (GEMV, 1, 2048, 2, 1),
+    (GEMV, 1, 1024, 2, 1),
+    (GEMV, 4, 2048, 8, 1),
+    (GEMV, 4, 512, 4, 1),
 )
 SECOND_GEMV: tuple[Config, ...] = (
-    (GEMV, 2, 256, 4, 1),
     (GEMV, 1, 256, 4, 1),
-    (GEMV, 4, 256, 8, 1),
-    (GEMV, 4, 256, 4, 1),
     (GEMV, 2, 512, 8, 1),
-    (GEMV, 2, 256, 4, 3),
-    (GEMV, 1, 256, 4, 3),
-    (GEMV, 4, 256, 8, 3),
-    (GEMV, 4, 128, 4, 4),
-    (GEMV, 8, 128, 8, 3),
+    (GEMV, 1, 512, 4, 1),
+    (GEMV, 1, 256, 2, 1),
+    (GEMV, 1, 512, 8, 1),
+    (GEMV, 1, 128, 4, 1),
+    (GEMV, 1, 128, 2, 1),
+    (GEMV, 1, 1024, 8, 1),
+    (GEMV, 2, 256, 8, 1),
+    (GEMV, 2, 256, 4, 1),
 )
 FIRST_FEW: tuple[Config, ...] = (
-    (DOT, 16, 256, 4, 3),
-    (DOT, 32, 128, 4, 3),
-    (DOT, 32, 128, 4, 4),
-    (DOT, 32, 256, 4, 2),
+    (SWAP_TMA, 64, 128, 4, 3),
     (DOT, 32, 256, 4, 3),
     (DOT, 64, 128, 4, 3),
-    (SWAP, 64, 64, 4, 4),
     (SWAP, 64, 128, 4, 2),
     (SWAP, 64, 128, 4, 3),
-    (SWAP_TMA, 64, 64, 4, 4),
-    (SWAP_TMA, 64, 64, 4, 6),
     (SWAP_TMA, 64, 128, 4, 2),
-    (SWAP_TMA, 64, 128, 4, 3),
-    (DOT_TMA, 32, 128, 4, 3),
 )
 SECOND_FEW: tuple[Config, ...] = (
-    (DOT, 32, 128, 4, 3, 1),
-    (DOT, 32, 256, 4, 3, 1),
-    (DOT, 64, 128, 4, 3, 1),
+    (SWAP_TMA, 64, 128, 4, 4, 1),
     (DOT, 64, 256, 4, 3, 1),
-    (DOT, 32, 256, 4, 3, 2),
-    (SWAP, 64, 64, 4, 4, 1),
     (SWAP, 64, 128, 4, 3, 1),
     (SWAP, 64, 128, 4, 4, 1),
-    (SWAP, 128, 64, 4, 4, 1),
-    (SWAP, 64, 128, 4, 3, 2),
+    (SWAP, 64, 256, 4, 3, 1),
     (SWAP_TMA, 64, 128, 4, 3, 1),
-    (SWAP_TMA, 64, 128, 4, 4, 1),
-    (SWAP_TMA, 128, 64, 4, 4, 1),
-    (SWAP_TMA, 64, 128, 4, 3, 2),
-    (DOT_TMA, 64, 128, 4, 3, 1),
+    (SWAP_TMA, 64, 256, 4, 2, 1),
 )
 FIRST_GROUPED: dict[str, tuple[Config, ...]] = {
     "grouped16": (
-        (DOT, 32, 128, 4, 3),
-        (DOT, 32, 256, 4, 3),
-        (DOT, 64, 128, 4, 3),
-        (SWAP, 64, 64, 4, 4),
-        (SWAP, 64, 128, 4, 3),
-        (SWAP_TMA, 64, 64, 4, 4),
-        (SWAP_TMA, 64, 64, 4, 6),
-        (SWAP_TMA, 64, 128, 4, 2),
         (SWAP_TMA, 64, 128, 4, 3),
-        (SWAP_TMA, 128, 64, 8, 4),
+        (SWAP_TMA, 64, 128, 4, 2),
+        (SWAP_TMA, 64, 256, 4, 2),
+        (SWAP, 64, 128, 4, 3),
+        (SWAP, 64, 128, 4, 2),
+        (DOT, 32, 256, 4, 3),
+        (DOT, 32, 256, 4, 2),
+        (DOT, 64, 128, 4, 3),
+        (DOT, 64, 128, 4, 2),
     ),
     "grouped32": (
+        (SWAP_TMA, 64, 64, 4, 5),
+        (SWAP_TMA, 64, 64, 4, 4),
+        (SWAP_TMA, 64, 128, 4, 3),
+        (SWAP_TMA, 64, 128, 4, 2),
         (SWAP, 64, 64, 4, 4),
         (SWAP, 64, 128, 4, 3),
-        (SWAP_TMA, 64, 64, 4, 4),
-        (SWAP_TMA, 64, 64, 4, 5),
-        (SWAP_TMA, 64, 128, 4, 2),
-        (SWAP_TMA, 64, 128, 4, 3),
-        (SWAP_TMA, 128, 64, 8, 4),
+        (SWAP, 64, 128, 4, 2),
         (DOT, 64, 128, 4, 3),
     ),
     "grouped64": (
         (DOT, 64, 64, 4, 4),
-        (DOT, 128, 64, 4, 3),
-        (DOT, 128, 64, 8, 4),
+        (DOT, 64, 64, 4, 3),
+        (DOT, 64, 128, 4, 2),
         (DOT_TMA, 64, 64, 4, 4),
-        (DOT_TMA, 128, 64, 4, 3),
+        (DOT_TMA, 64, 128, 4, 2),
         (DOT_TMA, 128, 64, 8, 4),
         (SWAP_TMA, 64, 64, 4, 4),
         (SWAP_TMA, 128, 64, 8, 4),
     ),
     "grouped128": (
-        (DOT, 64, 64, 4, 4),
-        (DOT, 128, 64, 8, 3),
-        (DOT, 128, 64, 8, 4),
-        (DOT_TMA, 64, 64, 4, 4),
-        (DOT_TMA, 128, 64, 8, 3),
         (DOT_TMA, 128, 64, 8, 4),
+        (DOT_TMA, 128, 64, 8, 3),
+        (DOT, 128, 64, 8, 4),
+        (DOT, 64, 64, 4, 4),
     ),
 }
 SECOND_GROUPED: dict[str, tuple[Config, ...]] = {
     "grouped16": (
+        (SWAP_TMA, 64, 128, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 4, 1),
+        (SWAP_TMA, 64, 256, 4, 2, 1),
+        (SWAP_TMA, 64, 256, 4, 3, 1),
+        (SWAP_TMA, 128, 128, 4, 2, 1),
+        (SWAP_TMA, 128, 128, 4, 3, 1),
+        (SWAP, 64, 128, 4, 3, 1),
+        (SWAP, 64, 256, 4, 3, 1),
+        (SWAP, 128, 128, 4, 3, 1),
         (DOT, 64, 128, 4, 3, 1),
         (DOT, 64, 256, 4, 3, 1),
-        (SWAP, 64, 128, 4, 3, 1),
-        (SWAP, 128, 64, 4, 4, 1),
-        (SWAP, 128, 128, 4, 3, 1),
-        (SWAP_TMA, 64, 128, 4, 3, 1),
-        (SWAP_TMA, 64, 128, 4, 4, 1),
-        (SWAP_TMA, 128, 64, 4, 4, 1),
-        (SWAP_TMA, 128, 128, 4, 3, 1),
-        (SWAP_TMA, 64, 128, 4, 3, 2),
     ),
     "grouped32": (
-        (SWAP, 64, 128, 4, 3, 1),
-        (SWAP, 128, 64, 4, 4, 1),
         (SWAP_TMA, 64, 128, 4, 3, 1),
         (SWAP_TMA, 64, 128, 4, 4, 1),
         (SWAP_TMA, 128, 64, 4, 4, 1),
         (SWAP_TMA, 128, 128, 4, 3, 1),
-        (DOT, 64, 128, 4, 3, 1),
+        (SWAP, 64, 128, 4, 3, 1),
+        (SWAP, 128, 64, 4, 4, 1),
     ),
     "grouped64": (
-        (DOT, 128, 64, 4, 4, 1),
-        (DOT, 256, 64, 8, 3, 1),
         (DOT_TMA, 128, 64, 4, 4, 1),
-        (DOT_TMA, 256, 64, 8, 3, 1),
         (DOT_TMA, 256, 64, 8, 4, 1),
+        (DOT, 128, 64, 4, 4, 1),
         (SWAP_TMA, 128, 64, 4, 4, 1),
-        (SWAP_TMA, 128, 128, 4, 3, 1),
     ),
     "grouped128": (
+        (DOT_TMA, 128, 64, 8, 3, 1),
+        (DOT_TMA, 256, 64, 8, 3, 1),
         (DOT, 128, 64, 8, 3, 1),
         (DOT, 256, 64, 8, 3, 1),
-        (DOT_TMA, 128, 64, 8, 3, 1),
-        (DOT_TMA, 128, 64, 4, 4, 1),
-        (DOT_TMA, 256, 64, 8, 3, 1),
     ),
 }
 
 #: Everything that may be asked for, method by method: what a stored tactic is held against.
 KNOWN = {
-    FEW: Space(FEW, FIRST_GEMV + FIRST_FEW, SECOND_GEMV + SECOND_FEW),
+    FEW: Space(FEW, FIRST_STREAM + FIRST_GEMV + FIRST_FEW, SECOND_STREAM + SECOND_GEMV + SECOND_FEW),
     **{name: Space(name, FIRST_GROUPED[name], SECOND_GROUPED[name]) for name in FIRST_GROUPED},
 }
 
@@ -198,13 +195,13 @@ def spaces(num_tokens: int, top_k: int, num_experts: int) -> list[Space]:
     num_slots = num_tokens * top_k
     result = []
     if num_slots <= MAX_FEW_SLOTS:
-        if num_tokens <= 2:
-            result.append(Space(FEW, FIRST_GEMV + FIRST_FEW[:6], SECOND_GEMV + SECOND_FEW[:5]))
+        if num_tokens <= MAX_STREAM_TOKENS:
+            result.append(Space(FEW, FIRST_GEMV + FIRST_STREAM, SECOND_GEMV + SECOND_STREAM))
         elif num_tokens <= MAX_GEMV_TOKENS:
-            result.append(Space(FEW, FIRST_GEMV[:4] + FIRST_FEW, SECOND_GEMV[:4] + SECOND_FEW))
-        else:
+            result.append(Space(FEW, FIRST_GEMV + FIRST_FEW, SECOND_GEMV + SECOND_FEW))
+        elif num_tokens <= 16:
             result.append(Space(FEW, FIRST_FEW, SECOND_FEW))
-    if not result or num_slots > 64:
+    if not result or num_tokens > 2:
         result += [KNOWN[name] for name in _grouped(num_slots / num_experts)]
     return result
 
@@ -242,9 +239,13 @@ def _found(configs: tuple[Config, ...], stored: Any) -> Config | None:
 
 def suits(tactic: tuple[Any, ...], num_tokens: int, top_k: int) -> bool:
     """Whether a known tactic computes the right thing at all at `num_tokens`."""
-    return tactic[0] != FEW or num_tokens * top_k <= MAX_FEW_SLOTS
+    if tactic[0] != FEW:
+        return True
+    streams = STREAM in (tactic[1][0], tactic[2][0])
+    return num_tokens * top_k <= MAX_FEW_SLOTS and (not streams or num_tokens <= MAX_STREAM_TOKENS)
 
 
 def default_tactic(num_tokens: int, top_k: int, num_experts: int) -> tuple[Any, ...]:
     """What runs without tuning: a reasonable configuration for `num_tokens`, by rule."""
-    return spaces(num_tokens, top_k, num_experts)[-1].tactic(0, 0)
+    place = 0 if num_tokens <= MAX_GEMV_TOKENS else -1
+    return spaces(num_tokens, top_k, num_experts)[place].tactic(0, 0)

@@ -15,7 +15,6 @@ from sglang.srt.layers.moe.triton_grouped.parts import (
     activate,
     held_here,
     places_in_expert,
-    prefetch,
     rows_from,
     start_launch,
 )
@@ -133,7 +132,6 @@ def first_tiles(  # type: ignore[no-untyped-def]
 def second_tiles(  # type: ignore[no-untyped-def]
     act,  # [T * top_k, inner]; with `is_sorted` [blocks * block_m, inner]
     w2,  # [num_experts, hidden, inner], or a descriptor of [num_experts * hidden, inner]
-    w2_start,  # [num_experts, hidden, inner]: where to prefetch from
     b2,  # [num_experts, hidden] or None
     ids,  # [T, top_k]
     weights,  # [T, top_k] float32
@@ -151,14 +149,12 @@ def second_tiles(  # type: ignore[no-untyped-def]
     block_k: tl.constexpr,
     splits: tl.constexpr,
     stages: tl.constexpr,
-    num_threads: tl.constexpr,
     is_sorted: tl.constexpr,
     swaps: tl.constexpr,
     is_tma: tl.constexpr,
     widens: tl.constexpr,
     waits: tl.constexpr,
     overlaps: tl.constexpr,
-    prefetches: tl.constexpr,
 ):
     """Grid `(blocks of rows, or slots) * blocks of hidden * splits`, the splits fastest.
 
@@ -188,9 +184,6 @@ def second_tiles(  # type: ignore[no-untyped-def]
         chosen, number, first, count = places_in_expert(ids, block, expert, num_slots, slot_block)
         if first % block_m != 0:
             return
-        if prefetches:
-            begin = w2_start + expert.to(tl.int64) * (hidden * inner) + first_n * inner
-            prefetch(begin, block_n * inner * 2, num_threads)
         slots, valid = rows_from(chosen, number, first, count, slot_block, block_m)
         act_rows = slots.to(tl.int64)
         start_launch(waits, overlaps)
