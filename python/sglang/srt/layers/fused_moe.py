@@ -103,9 +103,7 @@ class FusedMoE(nn.Module):
             assert self.parallel.attn_dp.size == 1, "attention DP needs the token counts of all ranks"
             return self._experts(hidden_states, batch.typical_routing)
         gathered = gather_tokens(hidden_states, num_tokens, self.parallel.attn_dp)
-        return local_tokens(
-            self._experts(gathered, batch.typical_routing), num_tokens, self.parallel.attn_dp
-        )
+        return local_tokens(self._experts(gathered, batch.typical_routing), num_tokens, self.parallel.attn_dp)
 
     def _mega(self, owner: int, hidden_states: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Local tokens stay local: the kernel exchanges them, and ranks without any take part."""

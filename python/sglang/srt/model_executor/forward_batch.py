@@ -50,7 +50,9 @@ class ForwardBatch:
     all_may_replay: bool = False  # the batches of all attention-DP ranks fit a captured decode forward
     attn_backend: AttentionBackend | None = None  # set by the model runner
     columns: torch.Tensor | None = None  # [5, B]: whose rows the fields of a DECODE batch are
-    typical_routing: bool = False  # as of a trained router, whatever this one says: random weights route oddly
+    typical_routing: bool = (
+        False  # as of a trained router, whatever this one says: random weights route oddly
+    )
     num_layers: int | None = None  # run this many leading layers only; None runs all
 
     @property
