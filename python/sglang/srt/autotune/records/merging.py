@@ -91,9 +91,8 @@ def merge_sources(
     Every input has passed its environment check. Pins of seeds count for nothing. Namespaces are merged entry
     by entry in the same order, and the steps that records are known to cover likewise.
     """
-    merged: dict[
-        str, Record
-    ] = {}  # by question: of two runners' records for one, the tuner might take the lesser
+    # By question: of two runners' records for one, the tuner might take the lesser.
+    merged: dict[str, Record] = {}
     overridden: list[Overridden] = []
     namespaces: dict[str, dict[str, Any]] = {}
     steps: dict[str, StepEntry] = {}
