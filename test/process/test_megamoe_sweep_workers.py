@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.megamoe import sweep as sweep_module
 from sglang.srt.autotune.megamoe.context import TuningContext
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
 from sglang.srt.autotune.megamoe.inputs import synthetic_inputs
-from sglang.srt.autotune.megamoe.kernels.base import BenchSpec, Geometry, Knobs
+from sglang.srt.autotune.megamoe.kernels.base import BenchSpec, Geometry, Knobs, MegaMoEError
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.staging import stage_profiles
@@ -120,3 +122,12 @@ def test_without_memory_for_a_worker_candidates_are_tried_in_the_process(monkeyp
     assert winners[0].source == "tuned" and winners[0].default_us is not None
     assert context.problems == ["no sweep worker can be started: candidates are tried in this process"]
     profiles.close()
+
+
+def test_a_conductor_that_hangs_is_named_within_the_sweeps_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(WorkerSweep, "_conduct", lambda self, decided, stop: stop.wait(20))
+    monkeypatch.setattr(sweep_module, "JOB_TIMEOUT_S", 0.2)
+    running = sweep([{"us": 1.0}], tmp_path)
+    running._timeout_s = 0.1
+    with pytest.raises(MegaMoEError, match="sweep did not go on within 0.3 s"):
+        list(running.run())

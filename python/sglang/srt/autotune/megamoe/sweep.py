@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.autotune.megamoe.kernels.base import BenchSpec, MegaMoEKernel
+from sglang.srt.autotune.megamoe.kernels.base import BenchSpec, MegaMoEError, MegaMoEKernel
 from sglang.srt.autotune.megamoe.sweep_search import Choice, LadderSearch
 from sglang.srt.autotune.megamoe.sweep_worker import Job, Outcome, WorkerSetup, work
 
@@ -111,7 +111,7 @@ class WorkerSweep:
         )
         thread.start()
         try:
-            while (item := decided.get(timeout=self._timeout_s + JOB_TIMEOUT_S)) is not None:
+            while (item := self._next(decided)) is not None:
                 if isinstance(item, BaseException):
                     raise item
                 yield item
@@ -119,6 +119,14 @@ class WorkerSweep:
             stop.set()
             thread.join(timeout=10)
             self._directory.cleanup()
+
+    def _next(self, decided: queue.Queue[Choice | BaseException | None]) -> Choice | BaseException | None:
+        """The next item. The conductor bounds itself; that it says nothing for longer means that it hangs."""
+        bound_s = self._timeout_s + JOB_TIMEOUT_S
+        try:
+            return decided.get(timeout=bound_s)
+        except queue.Empty:
+            raise MegaMoEError(f"the MegaMoE sweep did not go on within {bound_s:g} s") from None
 
     # conducting: everything below runs in the sweep's own thread ------------------------------------------
 
