@@ -7,11 +7,10 @@ its new winners are committed to the user's file by the store; seeds and given r
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.blocklist import Blocklist
@@ -37,11 +36,13 @@ from sglang.srt.autotune.records.store import LoadedRecords, RecordStore, load_f
 from sglang.srt.autotune.records.trust import distrust, doubt
 from sglang.srt.autotune.report import StageReport, StepReport, rejections
 from sglang.srt.autotune.settings import StageSettings
+from sglang.srt.autotune.usable import Unusable, sort_out
 
 logger = logging.getLogger(__name__)
 
 #: Rejected entries of one file, or superseded records, that are named one by one.
 _MAX_PROBLEMS = 20
+AnyRecordSet = TypeVar("AnyRecordSet", bound=RecordSet)
 _SOURCE_WORDS = {"seed": "seeded", "user": "user", "given": "given", "tuned": "tuned"}
 
 
@@ -96,7 +97,11 @@ class CachePhase:
         self._report_problems("user", user)
         for loaded in given:
             self._report_problems("given", loaded)
-        self._merged = self._without_strangers(merge_sources(seeds.chosen, user, given))
+        self._merged = merge_sources(
+            [self._usable_of("seed", seed) for seed in seeds.chosen],
+            self._usable_of("user", user),
+            [self._usable_of("given", loaded) for loaded in given],
+        )
         records_superseded = [item.words() for item in self._merged.overridden]
         self._report.records.superseded += _first_few(records_superseded, "more records yielded to others")
         counts = self._merged.count_by_source()
@@ -104,21 +109,32 @@ class CachePhase:
         records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
         self._load_into_tuner(self._merged)
 
-    def _without_strangers(self, merged: MergedRecords) -> MergedRecords:
-        """Without records of runners that the op does not have here: no lookup would ask for them."""
-        built = {op.name: {type(runner).__name__ for runner in op.runners} for op in self._host.tuned_ops}
-        strangers: Counter[tuple[str, str, str]] = Counter()
-        kept = {}
-        for key, record in merged.records.items():
-            parsed = _parse(key)
-            if parsed is not None and parsed.runner not in built.get(parsed.custom_op, {parsed.runner}):
-                strangers[record.source, parsed.custom_op, parsed.runner] += 1
-            else:
-                kept[key] = record
-        for (source, op_name, runner), count in strangers.items():
-            reason = f"{count} records name {runner}, which is no runner of {op_name} here"
+    def _usable_of(self, source: str, layer: AnyRecordSet) -> AnyRecordSet:
+        """Without records that the ops could not serve with here: no lookup would ask for them, or accept them."""
+        kept, unusable = sort_out(layer.records, self._host.tuned_ops)
+        for item in unusable:
+            reason = item.reason
+            if isinstance(layer, LoadedRecords) and source == "given":
+                reason = f"{reason}: {layer.path}"
+            if source == "user":
+                reason += self._make_room(item, layer, kept)
             self._reject(source, reason)
-        return replace(merged, records=kept)
+        return replace(layer, records=kept)
+
+    def _make_room(self, unusable: Unusable, layer: RecordSet, kept: Mapping[str, Record]) -> str:
+        """Have the user's file take what serves instead of these; words on those that stay there all the same."""
+        pinned = [key for key in unusable.keys if layer.records[key].pinned]
+        answered = set(map(question_of, kept))
+        if idle := [key for key in unusable.keys if key not in pinned and question_of(key) in answered]:
+            self._store.remove(idle)  # a pin had kept them beside what is tuned, and was lifted
+        if not pinned:
+            return ""
+        self._store.pass_over(pinned)
+        buckets = " ".join(str(_bucket(key)) for key in sorted(pinned, key=lambda key: _bucket(key) or 0))
+        return (
+            f"; {len(pinned)} of them pinned, which stay in the file beside what is tuned. To let them go: sglang "
+            f"autotune pin {self._store.path} --op {unusable.op_name} --bucket {buckets} --off"
+        )
 
     def _reject(self, source: str, reason: str) -> None:
         self._report.records.rejected.append(

@@ -138,6 +138,14 @@ class RecordStore:
         self._warned = False
         self._swept = False
         self._mine = RecordSet()
+        self._passed_over: frozenset[str] = frozenset()
+
+    def pass_over(self, keys: Iterable[str]) -> None:
+        """These pinned records cannot be used here: what is committed instead is kept beside them.
+
+        They stand again where they can be used, since of several records of one question a pinned one counts.
+        """
+        self._passed_over |= frozenset(keys)
 
     def load(self) -> LoadedRecords:
         """What can be used now: the file (or the fallback), and what this process holds in memory."""
@@ -190,7 +198,11 @@ class RecordStore:
         if not (update.records or update.namespaces or update.steps):
             return self.verify()
         self._mine = _overlay(self._mine, update)
-        return self._write(lambda disk: _overlay(self._restore_mine(disk), update), settle=self._restore_mine)
+
+        def add(disk: RecordSet) -> RecordSet:
+            return _overlay(self._restore_mine(disk), update, passed_over=self._passed_over)
+
+        return self._write(add, settle=self._restore_mine)
 
     def verify(self) -> bool:
         """Put back what this process committed and another writer lost; returns whether the file changed."""
@@ -218,7 +230,7 @@ class RecordStore:
         return self._write(mark)
 
     def _restore_mine(self, disk: RecordSet) -> RecordSet:
-        return _overlay(disk, self._mine, only_missing=True)
+        return _overlay(disk, self._mine, only_missing=True, passed_over=self._passed_over)
 
     def _write(self, edit: Edit, settle: Edit | None = None) -> bool:
         """Apply ``edit`` to what is on disk, then until it changes nothing ``settle`` (default: ``edit`` again)."""
@@ -337,15 +349,23 @@ def _content(document: Document) -> RecordSet:
     return RecordSet(document.records, document.namespaces, document.steps)
 
 
-def _overlay(base: RecordSet, update: RecordSet, *, only_missing: bool = False) -> RecordSet:
+def _overlay(
+    base: RecordSet,
+    update: RecordSet,
+    *,
+    only_missing: bool = False,
+    passed_over: frozenset[str] = frozenset(),
+) -> RecordSet:
     """``base`` with ``update`` on top; a pinned record of ``base`` yields only to a pinned one.
 
-    A record of ``update`` takes the place of whatever answers its question, another runner's record included.
+    A record of ``update`` takes the place of whatever answers its question, another runner's record included. Pinned
+    records of ``passed_over`` neither stand in its way nor go, unless their key is its own.
     """
     records = dict(base.records)
     questions: dict[str, list[str]] = {}
-    for key in records:
-        questions.setdefault(question_of(key), []).append(key)
+    for key, record in records.items():
+        if not (record.pinned and key in passed_over):
+            questions.setdefault(question_of(key), []).append(key)
     for key, record in update.records.items():
         rivals = questions.get(question_of(key), [])
         present = [records[rival] for rival in rivals]
