@@ -226,6 +226,39 @@ def test_merge_keeps_one_of_two_runners(tmp_path, capsys, prefer, kept):
     assert all(step["complete"] for step in shown["steps"])
 
 
+@pytest.mark.parametrize(("prefer", "kept", "took_ms"), [("later", "B", 2.0), ("faster", "A", 1.0)])
+def test_the_times_that_a_start_noted_by_step_decide_and_go_with_the_choice(
+    tmp_path, capsys, prefer, kept, took_ms
+):
+    files = []
+    for runner, tuned_ms in (("A", 1.0), ("B", 2.0)):
+        path = tmp_path / f"{runner}.json"
+        steps = [StepEntry("decode 8", (key_of(runner),), default_ms=3.0, tuned_ms=tuned_ms)]
+        RecordStore(path, ENVIRONMENT).commit([record(runner, 1)], steps=steps)
+        files.append(str(path))
+    (change,) = output(capsys, "diff", *files, code=1)["records"]
+    assert (change["old_ms"], change["new_ms"]) == (1.0, 2.0)
+    out = str(tmp_path / "out.json")
+    output(capsys, "merge", *files, "-o", out, "--prefer", prefer)
+    (shown,) = output(capsys, "show", out, "--no-check")["files"]
+    assert [item["runner"] for item in shown["records"]] == [kept]
+    assert [step["tuned_ms"] for step in shown["steps"]] == [took_ms]
+
+
+@pytest.mark.parametrize("change", ["by hand", "since"])
+def test_a_time_of_another_choice_is_no_time_of_this_one(tmp_path, capsys, change):
+    old = committed(tmp_path / "old.json", record("A", 1))
+    new = committed(tmp_path / "new.json", record("A", 2))
+    if change == "since":
+        RecordStore(new, ENVIRONMENT).commit([record("A", 3, tuned_at="2999-01-01")])
+    else:
+        document = json.loads(Path(new).read_text())
+        document[key_of("A")][1] = 3
+        Path(new).write_text(json.dumps(document))
+    (difference,) = output(capsys, "diff", old, new, code=1)["records"]
+    assert (difference["old_ms"], difference["new"], difference["new_ms"]) == (1.0, "A 3", None)
+
+
 def test_show_and_export_seed_pass_over_what_a_start_would(tmp_path, capsys):
     both = committed(tmp_path / "r.json", record("A", 1, tuned_at="2026-01-01"))
     document = json.loads(Path(both).read_text())

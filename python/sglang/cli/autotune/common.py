@@ -7,12 +7,13 @@ import datetime
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.autotune.records.document import Document, RejectedFile, printable, read_document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
-from sglang.srt.autotune.records.record import Record, RecordKey, parse_key
+from sglang.srt.autotune.records.record import Record, RecordKey, StepEntry, parse_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,6 +50,28 @@ def current_environment() -> tuple[dict[str, str] | None, str]:
         return flashinfer_api.environment(), ""
     except Exception as error:  # a broken torch or FlashInfer must not stop a file from being shown
         return None, f"{type(error).__name__}: {error}"
+
+
+def with_step_times(document: Document) -> Document:
+    """The same with the times of a step in each record that it asked for and that has none of its own.
+
+    A start notes times by step, those of the whole op. A record that is newer than its step's note, or has no date, as
+    after an edit by hand, may be another choice than the one that was measured.
+    """
+    notes: dict[str, StepEntry] = {}
+    for step in document.steps.values():
+        for key in step.keys:
+            noted = notes.get(key)
+            if noted is None or (noted.tuned_at or "") <= (step.tuned_at or ""):
+                notes[key] = step
+    records = {}
+    for key, record in document.records.items():
+        step = notes.get(key)
+        known = record.tuned_at is not None and step is not None and record.tuned_at <= (step.tuned_at or "")
+        if step is not None and known and record.tuned_ms is None:
+            record = replace(record, default_ms=step.default_ms, tuned_ms=step.tuned_ms)
+        records[key] = record
+    return replace(document, records=records)
 
 
 def add_selection(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ from sglang.cli.autotune.common import (
     print_json,
     print_table,
     read_records,
+    with_step_times,
 )
 from sglang.srt.autotune.records.document import Document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
@@ -36,7 +37,7 @@ def parser() -> FlagParser:
 
 def main(argv: Sequence[str]) -> int:
     args = parser().parse_strictly(argv)
-    old, new = read_records(args.old), read_records(args.new)
+    old, new = with_step_times(read_records(args.old)), with_step_times(read_records(args.new))
     changes = list(_record_changes(old, new))
     environment = list(_environment_changes(old, new))
     namespaces = list(_namespace_changes(old.namespaces, new.namespaces))

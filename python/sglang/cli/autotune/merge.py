@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sglang.cli.autotune.common import print_json, read_records, refuse_to_overwrite, stamp_of
+from sglang.cli.autotune.common import (
+    print_json,
+    read_records,
+    refuse_to_overwrite,
+    stamp_of,
+    with_step_times,
+)
 from sglang.srt.autotune.records.document import Document, to_bytes
 from sglang.srt.autotune.records.environment import FieldDifference
 from sglang.srt.autotune.records.files import replace_file
@@ -86,7 +92,7 @@ def _merge(documents: Sequence[Document], prefer_faster: bool) -> tuple[RecordSe
     steps: dict[str, StepEntry] = {}
     conflicts = set()
     for document in documents:
-        for question, record in by_question(document.records.values()).items():
+        for question, record in by_question(with_step_times(document).records.values()).items():
             present = records.get(question)
             if present is None or present.same_choice(record):
                 keeps = present is not None and present.pinned and not record.pinned
@@ -97,9 +103,19 @@ def _merge(documents: Sequence[Document], prefer_faster: bool) -> tuple[RecordSe
                 records[question] = record
         for name, entries in document.namespaces.items():
             namespaces.setdefault(name, {}).update(entries)
-        steps.update(document.steps)
     merged = {record.key: record for record in records.values()}
+    for document in documents:
+        for name, step in document.steps.items():
+            # Its times are of the choices that it names: the file whose choices stand says what they took.
+            if name not in steps or all(_stands(document, key, merged) for key in step.keys):
+                steps[name] = step
     return RecordSet(merged, namespaces, steps), len(conflicts)
+
+
+def _stands(document: Document, key: str, merged: Mapping[str, Record]) -> bool:
+    """Whether a file's record of this key is what the merged file has."""
+    own, kept = document.records.get(key), merged.get(key)
+    return own is not None and kept is not None and own.same_choice(kept)
 
 
 def _replaces(record: Record, present: Record, prefer_faster: bool) -> bool:
