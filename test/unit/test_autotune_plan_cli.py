@@ -107,9 +107,15 @@ def test_models_that_cannot_be_served_are_planned_and_marked(capsys):
         (["--gpu", "H100", "--device", "cpu"], "--gpu and --device cpu contradict each other"),
         (["--model-path", "/nowhere"], "--model-path /nowhere: there is no such directory"),
         (["--jsno"], "unknown flag --jsno"),
+        (
+            ["--moe-runner-backend", "portfolio"],
+            "--moe-runner-backend portfolio needs a GPU: leave it out with --device cpu, or name the GPU to plan for "
+            "with --gpu MODEL",
+        ),
     ],
 )
-def test_a_wrong_flag_is_one_line(capsys, flags, words):
+def test_a_wrong_flag_is_one_line(capsys, monkeypatch, flags, words):
+    monkeypatch.setattr("sglang.cli.autotune.plan.gpu_here", lambda: None)
     assert main(["plan", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"sglang autotune plan: error: {words}") and error.count("\n") == 1

@@ -17,6 +17,7 @@ from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_rules import check_backends
 from sglang.srt.utils.logs import setup_logging
 
 PROG = "sglang autotune plan"
@@ -42,6 +43,7 @@ def main(argv: Sequence[str]) -> int:
     own, args = split_arguments(parser(), argv)
     gpu = choose_gpu(own.gpu, args)
     device = "cpu" if gpu is None else "cuda"
+    check_kernels(args, device)
     config = read_model_config(args, device)
     check_parallel_sizes(args, config)
     preview = with_estimate(make_preview(args, config, gpu))
@@ -67,6 +69,14 @@ def choose_gpu(name: str | None, args: ServerArgs) -> GpuModel | None:
             "--device cuda: no known GPU is visible here; name the one to plan for with --gpu MODEL"
         )
     return here
+
+
+def check_kernels(args: ServerArgs, device: str) -> None:
+    """`ValueError` where the named kernels do not run on the device that is planned for: no start would."""
+    try:
+        check_backends(args, device)
+    except ValueError as error:
+        raise ValueError(f"{error}, or name the GPU to plan for with --gpu MODEL") from error
 
 
 def with_estimate(preview: Preview) -> Preview:
