@@ -66,10 +66,10 @@ def with_step_times(document: Document) -> Document:
                 notes[key] = step
     records = {}
     for key, record in document.records.items():
-        step = notes.get(key)
-        known = record.tuned_at is not None and step is not None and record.tuned_at <= (step.tuned_at or "")
-        if step is not None and known and record.tuned_ms is None:
-            record = replace(record, default_ms=step.default_ms, tuned_ms=step.tuned_ms)
+        noted = notes.get(key)
+        if noted is not None and record.tuned_ms is None and record.tuned_at is not None:
+            if record.tuned_at <= (noted.tuned_at or ""):
+                record = replace(record, default_ms=noted.default_ms, tuned_ms=noted.tuned_ms)
         records[key] = record
     return replace(document, records=records)
 
