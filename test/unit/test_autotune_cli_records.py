@@ -142,6 +142,31 @@ def test_show_lists_a_directory(path, capsys, tmp_path):
     assert "not valid JSON" in text and "qwen3_moe bfloat16 tp1 pp1 ep1" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "qwen3_moe bfloat16 tp1 pp1 ep1 portfolio"),
+        ({"backends": {"moe": "reference_megamoe"}}, "qwen3_moe bfloat16 tp1 pp1 ep1 reference_megamoe"),
+        ({"quantization": "fp8"}, "qwen3_moe bfloat16 fp8 tp1 pp1 ep1 portfolio"),
+        ({"parallel": {"tp": 4, "attn_dp": 4}}, "qwen3_moe bfloat16 tp4 attn_dp4 portfolio"),
+        ({"skip_ops": ["a::b"]}, "qwen3_moe bfloat16 tp1 pp1 ep1 portfolio without a::b"),
+        ({"model": 1, "parallel": [], "backends": None, "skip_ops": "x"}, "? bfloat16"),
+    ],
+)
+def test_the_engines_of_one_root_can_be_told_apart(capsys, tmp_path, changes, words):
+    commit(tmp_path / "here" / "r.json", record("gemm1", 8, 1))
+    identity = {
+        "model": {"model_type": "qwen3_moe"},
+        "dtype": "bfloat16",
+        "quantization": None,
+        "parallel": {"tp": 1, "pp": 1, "ep": 1, "attn_dp": 1},
+        "backends": {"moe": "portfolio"},
+        "skip_ops": [],
+    }
+    (tmp_path / "here" / "identity.json").write_text(json.dumps({**identity, **changes}))
+    assert f"\nhere  {words}\n" in output(capsys, "show", tmp_path, "--no-check")
+
+
 def test_show_without_a_path_lists_the_cache(path, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "empty"))
     assert "No record files" in output(capsys, "show", "--no-check")

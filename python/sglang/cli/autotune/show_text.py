@@ -47,18 +47,30 @@ def _short_name(directory: Path, roots: Sequence[Path]) -> str:
 
 
 def _engine(directory: Path) -> str:
-    """What identity.json says of the engine, e.g. `qwen3_moe bfloat16 tp1 pp1 ep1`; empty without one."""
+    """What identity.json says of the engine, e.g. `qwen3_moe bfloat16 tp1 pp1 ep1 portfolio`; empty without one."""
     for place in (directory, directory.parent.parent):  # a fresh run lies in runs/<id>/ beside it
         try:
-            identity = read_json_object(place / "identity.json")
+            return printable(" ".join(_identity_words(read_json_object(place / "identity.json"))))
         except ValueError:
             continue
-        model, parallel = identity.get("model"), identity.get("parallel")
-        words = [str(model.get("model_type")) if isinstance(model, dict) else "?", str(identity.get("dtype"))]
-        if isinstance(parallel, dict):
-            words += [f"{name}{parallel[name]}" for name in ("tp", "pp", "ep") if name in parallel]
-        return printable(" ".join(words))
     return ""
+
+
+def _identity_words(identity: dict[str, Any]) -> Iterator[str]:
+    """Enough to tell the engines of one root apart; what is as usual is left out."""
+    model, parallel, backends = (identity.get(name) for name in ("model", "parallel", "backends"))
+    yield str(model.get("model_type")) if isinstance(model, dict) else "?"
+    yield str(identity.get("dtype"))
+    if identity.get("quantization"):
+        yield str(identity["quantization"])
+    if isinstance(parallel, dict):
+        yield from (f"{name}{parallel[name]}" for name in ("tp", "pp", "ep") if name in parallel)
+        if parallel.get("attn_dp", 1) != 1:
+            yield f"attn_dp{parallel['attn_dp']}"
+    if isinstance(backends, dict) and "moe" in backends:
+        yield str(backends["moe"])
+    if isinstance(skipped := identity.get("skip_ops"), list) and skipped:
+        yield f"without {', '.join(map(str, skipped))}"
 
 
 def print_file(item: dict[str, Any]) -> None:
