@@ -232,6 +232,7 @@ def test_compiled_kernels_are_kept_beside_the_records_unless_others_could_have_p
     assert place(tmp_path) == str(tmp_path / "triton")
     (tmp_path / "file").write_text("")
     assert place(tmp_path / "file") is None, "Triton would fail to compile anything"
+    assert place(tmp_path / ("x" * 300)) is None and place(Path("/proc/none")) is None
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "triton").symlink_to(tmp_path / "elsewhere")

@@ -39,8 +39,11 @@ def _kernel_cache() -> str | None:
     path = root / "triton"
     if doubt(root) or doubt(path) or distrust(root, path):
         return None
-    existing = next(place for place in (path, *path.parents) if os.path.lexists(place))
-    return str(path) if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK) else None
+    try:  # nothing but trying tells of names too long and of odd file systems
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(path) if os.access(path, os.W_OK | os.X_OK) else None
 
 
 def keep_bars_in_this_process() -> None:
