@@ -371,6 +371,24 @@ def test_a_runner_that_one_rank_does_not_have_competes_on_none(tmp_path):
     assert reports[1]["warnings"] == []
 
 
+def test_a_pin_of_one_rank_on_a_runner_that_is_not_here_costs_one_start(tmp_path):
+    def pinned_strangers(document, keys):
+        notes = document["_metadata"]["sglang"]["records"]
+        for key in keys:
+            policy, renamed = document.pop(key)[2:], with_runner(key, "WarpMoE")
+            document[renamed] = ["WarpMoE", 3, *policy]
+            notes[renamed] = {"tactic": 3, "pinned": True}
+
+    all_start(2, tmp_path)
+    edit(files(tmp_path)[1], pinned_strangers)
+    for profiles_tuned in (NUM_STEPS, 0):
+        reports = all_start(2, tmp_path)
+        assert [report["profiles_tuned"] for report in reports] == [profiles_tuned] * 2
+        assert [len(report["records"]["rejected"]) for report in reports] == [0, 1]
+        same_everywhere(reports, "winners")
+        same_everywhere(reports, "collectives")
+
+
 def killed_at(rank, size, port, root, victim, step):
     me = Rank(rank, size, port, bound_s=3.0)
     host = me.host()
