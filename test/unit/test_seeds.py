@@ -175,7 +175,7 @@ def test_shipped_seeds_name_kernels_that_this_build_has():
                 assert record.tactic in by_runner[record.runner]
                 continue
             assert (tactic := tactics.normalised(record.tactic)) is not None, record
-            assert tactics.suits(tactic, key.num_tokens, 8)
+            assert tactics.suits(tactic, key.num_tokens)
 
 
 def test_every_shipped_seed_is_well_formed():

@@ -29,7 +29,8 @@ from support.moe_reference import float32_moe, moe_inputs, moe_weights, relative
 CPU = torch.device("cpu")
 #: The interpreter cuts floats to BF16 where a GPU rounds, so its errors are about twice those of the kernels.
 TOLERANCE = 1.2e-2
-CHILD_WITHIN_S = 150
+#: A bound for what hangs, not a measure: a busy machine takes several times what an idle one does.
+CHILD_WITHIN_S = 400
 MAX_SHARED_BYTES = 227 * 1024
 
 needs_triton = pytest.mark.skipif(
@@ -53,7 +54,6 @@ LAST_RANK = dataclasses.replace(FIRST_RANK, ep_rank=1)
 
 #: Small blocks, so that sizes of a test make several of them: one configuration of each kind.
 FIRST = {
-    "stream": ("stream", 8, 2, 4, 3),
     "gemv": ("gemv", 32, 64, 4, 1),
     "dot": ("dot", 32, 64, 4, 3),
     "swap": ("swap", 64, 32, 4, 3),
@@ -61,14 +61,11 @@ FIRST = {
     "swap_tma": ("swap_tma", 64, 64, 4, 3),
 }
 SECOND = {
-    "stream": ("stream", 16, 1, 4, 3),
     "gemv": ("gemv", 64, 32, 4, 1),
-    "dot": ("dot", 64, 32, 4, 3, 1),
-    "swap": ("swap", 64, 32, 4, 3, 1),
-    "dot_tma": ("dot_tma", 64, 32, 4, 3, 1),
-    "swap_tma": ("swap_tma", 64, 64, 4, 3, 1),
-    "split": ("dot", 64, 16, 4, 3, 2),
-    "split_tma": ("swap_tma", 64, 32, 4, 3, 3),
+    "dot": ("dot", 64, 32, 4, 3),
+    "swap": ("swap", 64, 32, 4, 3),
+    "dot_tma": ("dot_tma", 64, 32, 4, 3),
+    "swap_tma": ("swap_tma", 64, 64, 4, 3),
 }
 
 
@@ -95,68 +92,44 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    def few(first: str, second: str) -> Any:
-        return ("few", FIRST[first], SECOND[second])
+    few = ("few", FIRST["gemv"], SECOND["gemv"])
 
-    for kind in FIRST:
-        yield Case(few(kind, "gemv"), 2 if kind == "stream" else 3)
-    for kind in SECOND:
-        yield Case(few("gemv", kind), 2 if kind == "stream" else 3)
-    yield Case(few("stream", "stream"), 1)
-    for shape in (GPT_OSS, FIRST_RANK, LAST_RANK):
-        yield Case(few("stream", "stream"), 2, shape)
-    yield Case(few("stream", "stream"), 2, FIRST_RANK, "all elsewhere")
-    yield Case(few("stream", "stream"), 2, routing="ids of no expert")
-    for num_tokens in (1, 2, 8, 17):
-        yield Case(few("swap", "dot"), num_tokens, dataclasses.replace(PLAIN, top_k=2))
-    yield Case(few("gemv", "gemv"), 1)
-    for shape in (GPT_OSS, FIRST_RANK, LAST_RANK):
-        for first, second in (("gemv", "gemv"), ("dot", "dot"), ("swap", "swap"), ("gemv", "split")):
-            yield Case(few(first, second), 3, shape)
-    yield Case(few("gemv", "split_tma"), 2, GPT_OSS)
-    yield Case(few("dot", "gemv"), 2, dataclasses.replace(GPT_OSS, tp_size=2, tp_rank=1))
-    yield Case(few("dot", "dot"), 33, dataclasses.replace(PLAIN, top_k=1, hidden_size=32), "one expert")
-    yield Case(few("swap", "swap"), 20, dataclasses.replace(PLAIN, top_k=1), "one expert")
-    yield Case(few("dot", "swap"), 4, routing="an expert twice in a token")
-    yield Case(few("gemv", "gemv"), 4, routing="ids of no expert")
-    yield Case(few("dot", "dot"), 4, routing="ids of no expert")
+    def grouped(rows: int, first: str, second: str) -> Any:
+        return (f"grouped{rows}", FIRST[first], SECOND[second])
+
+    # Divided by the blocks: no masks.
+    whole = dataclasses.replace(PLAIN, hidden_size=64, intermediate_size=64)
+    narrow = dataclasses.replace(PLAIN, hidden_size=32)
+    for num_tokens in (1, 4):
+        yield Case(few, num_tokens)
+    for shape in (whole, GPT_OSS, FIRST_RANK, LAST_RANK):
+        yield Case(few, 3, shape)
+    yield Case(few, 2, dataclasses.replace(GPT_OSS, tp_size=2, tp_rank=1))
+    yield Case(few, 2, FIRST_RANK, "all elsewhere")
+    for routing in ("an expert twice in a token", "ids of no expert"):
+        yield Case(few, 4, routing=routing)
+        yield Case(grouped(16, "dot", "swap"), 4, routing=routing)
     for top_k, num_experts in ((1, 4), (2, 8), (4, 5), (8, 16)):
         shape = dataclasses.replace(
             PLAIN, top_k=top_k, num_experts=num_experts, num_local_experts=num_experts
         )
-        yield Case(few("gemv", "gemv"), 2, shape)
-        yield Case(few("dot", "swap"), 5, shape)
-        yield Case(("grouped16", FIRST["swap"], SECOND["swap"]), 17, shape)
-    whole = dataclasses.replace(
-        PLAIN, hidden_size=64, intermediate_size=64
-    )  # divided by the blocks: no masks
-    for first, second in (("gemv", "gemv"), ("dot", "dot"), ("swap_tma", "swap_tma"), ("swap", "split")):
-        yield Case(few(first, second), 2, whole)
-    for method in ("grouped16", "grouped32", "grouped64", "grouped128"):
-        for first, second in (
-            ("dot", "dot"),
-            ("swap_tma", "split_tma"),
-            ("dot_tma", "dot_tma"),
-            ("swap", "swap"),
-        ):
-            yield Case((method, FIRST[first], SECOND[second]), 33)
-        yield Case((method, FIRST["dot"], SECOND["swap"]), 1)
-        yield Case(
-            (method, FIRST["swap"], SECOND["dot"]),
-            100,
-            dataclasses.replace(PLAIN, hidden_size=32),
-            "one expert",
-        )
+        yield Case(few, 2, shape)
+        yield Case(grouped(16, "swap", "dot"), 9, shape)
+    for kind in ("dot", "swap", "dot_tma", "swap_tma"):
+        yield Case(grouped(16, kind, kind), 9)
+        yield Case(grouped(32, kind, kind), 5, whole)
+    for first, second in (("dot", "swap"), ("swap", "dot")):
         for shape in (GPT_OSS, FIRST_RANK, LAST_RANK):
-            yield Case((method, FIRST["swap"], SECOND["dot"]), 17, shape)
-    yield Case(("grouped16", FIRST["dot"], SECOND["dot"]), 4, FIRST_RANK, "all elsewhere")
-    yield Case(few("gemv", "gemv"), 2, FIRST_RANK, "all elsewhere")
-    yield Case(few("dot", "dot"), 4, FIRST_RANK, "all elsewhere")
-    yield Case(("grouped32", FIRST["dot"], SECOND["dot"]), 40, routing="ids of no expert")
+            yield Case(grouped(16, first, second), 9, shape)
+    yield Case(grouped(16, "dot", "dot"), 2, dataclasses.replace(GPT_OSS, tp_size=2, tp_rank=1))
+    yield Case(grouped(16, "dot", "dot"), 4, FIRST_RANK, "all elsewhere")
+    for rows in (16, 32, 64, 128):
+        yield Case(grouped(rows, "swap_tma", "dot_tma"), 1)
+        yield Case(grouped(rows, "swap", "dot"), rows + 1, narrow, "one expert")
     # More slots than one look of the alignment holds.
     tiny = dataclasses.replace(PLAIN, hidden_size=16, intermediate_size=16, top_k=4)
-    yield Case(("grouped128", FIRST["dot"], SECOND["dot"]), 300, tiny)
-    for num_tokens in (1, 17, 100):
+    yield Case(grouped(128, "dot", "dot"), 300, tiny)
+    for num_tokens in (1, 17):
         yield Case(-1, num_tokens)
 
 
@@ -217,14 +190,24 @@ def op_inputs(shape: MoEShape, inputs: Any, weights: ExpertWeights) -> list[torc
     return tensors if weights.b13 is None or weights.b2 is None else [*tensors, weights.b13, weights.b2]
 
 
-#: Compiled for Hopper: every kind, in every way in which rows are found.
+#: Compiled for Hopper: each kind, with the sizes of Qwen3-30B-A3B and those of gpt-oss-20b, which 128 does not divide.
+QWEN = dataclasses.replace(
+    PLAIN, hidden_size=2048, intermediate_size=768, num_experts=8, num_local_experts=8, top_k=8
+)
+UNEVEN = dataclasses.replace(
+    QWEN,
+    hidden_size=2880,
+    intermediate_size=2880,
+    top_k=4,
+    has_bias=True,
+    activation=MoEActivation(1.702, 1.0, 7.0),
+)
 COMPILED = [
-    (1, ("few", tactics.FIRST_GEMV[0], tactics.SECOND_GEMV[0])),
-    (1, ("few", tactics.FIRST_STREAM[0], tactics.SECOND_STREAM[0])),
-    (8, ("few", ("dot", 32, 256, 4, 3), ("dot", 64, 256, 4, 3, 1))),
-    (8, ("few", ("swap_tma", 64, 128, 4, 3), ("swap_tma", 64, 128, 4, 4, 1))),
-    (64, ("grouped16", ("swap", 64, 128, 4, 3), ("swap", 64, 128, 4, 3, 1))),
-    (1024, ("grouped128", ("dot_tma", 128, 64, 8, 4), ("dot_tma", 256, 64, 8, 3, 1))),
+    (QWEN, 1, tactics.KNOWN["few"].tactic(0, 0)),
+    (QWEN, 64, ("grouped16", ("swap", 64, 128, 4, 3), ("dot", 64, 128, 4, 3))),
+    (QWEN, 1024, tactics.KNOWN["grouped128"].tactic(0, 0)),
+    (UNEVEN, 1, tactics.KNOWN["few"].tactic(0, 0)),
+    (UNEVEN, 32, tactics.KNOWN["grouped16"].tactic(0, 0)),
 ]
 
 
@@ -244,30 +227,27 @@ def compile_for_hopper() -> dict[str, Any]:
             return GPUTarget("cuda", 90, 32)
 
     driver.set_active(Hopper())
-    shape = dataclasses.replace(
-        PLAIN, hidden_size=2048, intermediate_size=768, num_experts=8, num_local_experts=8
-    )
-    moe = triton_grouped.TritonGroupedMoE(shape, CPU)
-    weights = ExpertWeights(
-        torch.empty(8, 2 * 768, 2048, dtype=torch.bfloat16), torch.empty(8, 2048, 768, dtype=torch.bfloat16)
-    )
 
-    def kernels(num_tokens: int, tactic: Any) -> dict[str, Any]:
-        tensors = op_inputs(shape, moe_inputs(shape, num_tokens, CPU), weights)
+    def kernels(shape: MoEShape, num_tokens: int, tactic: Any) -> dict[str, Any]:
+        w13 = torch.empty(8, 2 * shape.intermediate_size, shape.hidden_size, dtype=torch.bfloat16)
+        w2 = torch.empty(8, shape.hidden_size, shape.intermediate_size, dtype=torch.bfloat16)
+        biases = (w13[:, :, 0].contiguous(), w2[:, :, 0].contiguous()) if shape.has_bias else (None, None)
+        moe = triton_grouped.TritonGroupedMoE(shape, CPU)
+        tensors = op_inputs(shape, moe_inputs(shape, num_tokens, CPU), ExpertWeights(w13, w2, *biases))
+        jobs = [job._launch for job in moe.compile_jobs(tensors, [tactic])]  # type: ignore[attr-defined]
         return {
-            str(job.key): job._launch.kernel.warmup(
-                *job._launch.args, grid=job._launch.grid, **job._launch.meta
-            )  # type: ignore[attr-defined]
-            for job in moe.compile_jobs(tensors, [tactic])
+            f"{shape.hidden_size} {launch.key}": launch.kernel.warmup(
+                *launch.args, grid=launch.grid, **launch.meta
+            )
+            for launch in jobs
         }
 
     found: dict[str, Any] = {}
-    for num_tokens, tactic in COMPILED:
-        found |= kernels(num_tokens, tactic)
+    for shape, num_tokens, tactic in COMPILED:
+        found |= kernels(shape, num_tokens, tactic)
     again: dict[str, Any] = {}
-    for num_tokens, tactic in COMPILED:
-        if tactic[1][0] != "stream":
-            again |= kernels(num_tokens + 3, tactic)
+    for shape, num_tokens, tactic in COMPILED:
+        again |= kernels(shape, num_tokens + 3, tactic)
     return {
         "kernels": [
             {
@@ -335,15 +315,14 @@ def test_the_kernels_compute_the_moe(interpreted, name):
 @needs_triton
 def test_kernels_compile_for_hopper_and_fit_it(compiled):
     assert {kernel["name"] for kernel in compiled["kernels"]} == {
-        *("first_stream", "second_stream", "first_gemv", "second_gemv", "first_tiles", "second_tiles"),
-        *("align_slots", "sum_parts"),
+        *("first_gemv", "second_gemv", "first_tiles", "second_tiles", "align_slots", "sum_parts"),
     }
     for kernel in compiled["kernels"]:
         assert kernel["shared"] <= MAX_SHARED_BYTES and kernel["overlaps"], kernel
         if "tiles" not in kernel["name"] and kernel["name"] != "align_slots":
             assert kernel["wide loads"], kernel
     tiles = [kernel for kernel in compiled["kernels"] if "tiles" in kernel["name"]]
-    assert sum(kernel["tma"] for kernel in tiles) == 4 and sum(kernel["wgmma"] for kernel in tiles) == 6
+    assert sum(kernel["tma"] for kernel in tiles) == 4 and sum(kernel["wgmma"] for kernel in tiles) == 5
 
 
 @needs_triton
@@ -357,20 +336,20 @@ def all_tactics(num_tokens: int, top_k: int, num_experts: int) -> list[Any]:
 
 SIZES = [
     (tokens, top_k, experts)
-    for tokens in (1, 2, 3, 8, 16, 64, 200, 512, 8192)
-    for top_k, experts in ((8, 128), (2, 16))
+    for tokens in (1, 2, 4, 5, 8, 64, 200, 512, 8192)
+    for top_k, experts in ((8, 128), (2, 16), (4, 32))
 ]
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_offered_is_known_suits_and_survives_a_file(size):
-    num_tokens, top_k, num_experts = size
+    num_tokens = size[0]
     offered = all_tactics(*size)
     assert offered and len(set(offered)) == len(offered)
     for tactic in [*offered, tactics.default_tactic(*size)]:
         stored = json.loads(json.dumps(tactic))
         assert tactics.normalised(stored) == tactic
-        assert tactics.suits(tactic, num_tokens, top_k)
+        assert tactics.suits(tactic, num_tokens)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -395,6 +374,7 @@ class Awkward:
 
 
 FIRST_CONFIG, SECOND_CONFIG = tactics.FIRST_GEMV[0], tactics.SECOND_GEMV[0]
+FIRST_TILES, SECOND_TILES = tactics.FIRST_GROUPED["grouped16"][0], tactics.SECOND_GROUPED["grouped16"][0]
 
 
 @pytest.mark.parametrize(
@@ -410,6 +390,8 @@ FIRST_CONFIG, SECOND_CONFIG = tactics.FIRST_GEMV[0], tactics.SECOND_GEMV[0]
         ("few", (*FIRST_CONFIG[:-1], float(FIRST_CONFIG[-1])), SECOND_CONFIG),
         ("few", (*FIRST_CONFIG[:-1], True), SECOND_CONFIG),
         ("grouped16", FIRST_CONFIG, SECOND_CONFIG),
+        ("few", FIRST_TILES, SECOND_TILES),
+        ("grouped16", FIRST_TILES, (*SECOND_TILES, 1)),
     ],
 )
 @needs_triton
@@ -424,8 +406,7 @@ def test_a_stored_object_that_is_no_tactic_is_refused_without_an_exception(store
 def test_a_tactic_for_few_tokens_is_refused_for_many():
     moe = triton_grouped.TritonGroupedMoE(PLAIN, CPU)
     tactic = json.loads(json.dumps(("few", tactics.FIRST_GEMV[0], tactics.SECOND_GEMV[0])))
-    most = tactics.MAX_FEW_SLOTS // PLAIN.top_k
-    for num_tokens, answer in ((most, True), (most + 1, False)):
+    for num_tokens, answer in ((tactics.MAX_GEMV_TOKENS, True), (tactics.MAX_GEMV_TOKENS + 1, False)):
         inputs = op_inputs(PLAIN, moe_inputs(PLAIN, num_tokens, CPU), moe_weights(PLAIN, CPU))
         assert moe.validate_tactic(inputs, tactic) is answer
     with pytest.raises(ValueError, match="no tactic"):

@@ -68,17 +68,15 @@ def align_slots(  # type: ignore[no-untyped-def]
         tl.store(sorted_slots + rest, num_slots, mask=rest < my_blocks * block_m)
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit
 def sum_parts(  # type: ignore[no-untyped-def]
-    parts,  # [splits, num_slots, hidden], weighted
-    ids,  # [num_slots]
+    parts,  # [T * top_k, hidden], weighted
+    ids,  # [T * top_k]
     out,  # out: [T, hidden]
-    num_slots,
     hidden: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
     part_block: tl.constexpr,
-    splits: tl.constexpr,
     block_n: tl.constexpr,
     waits: tl.constexpr,
 ):
@@ -87,10 +85,9 @@ def sum_parts(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     part = tl.arange(0, part_block)
-    slot = token * top_k + part % top_k
-    expert = tl.load(ids + slot, mask=part < top_k * splits, other=-1)
-    row = (part // top_k).to(tl.int64) * num_slots + slot
+    slot = token * top_k + part
+    expert = tl.load(ids + slot, mask=part < top_k, other=-1)
     mask = held_here(expert, num_experts)[:, None] & (n < hidden)[None, :]
-    values = tl.load(parts + row[:, None] * hidden + n[None, :], mask=mask, other=0.0)
+    values = tl.load(parts + slot[:, None] * hidden + n[None, :], mask=mask, other=0.0)
     total = tl.sum(values.to(tl.float32), axis=0)
     tl.store(out + token * hidden + n, total.to(out.dtype.element_ty), mask=n < hidden)

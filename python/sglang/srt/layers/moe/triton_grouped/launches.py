@@ -18,26 +18,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.triton_grouped.align import align_slots, sum_parts
 from sglang.srt.layers.moe.triton_grouped.gemv import first_gemv, second_gemv
-from sglang.srt.layers.moe.triton_grouped.stream import first_stream, second_stream
-from sglang.srt.layers.moe.triton_grouped.tactics import (
-    BLOCK_M,
-    DOT_TMA,
-    FEW,
-    GEMV,
-    MAX_FEW_SLOTS,
-    MAX_STREAM_TOKENS,
-    STREAM,
-    SWAP,
-    SWAP_TMA,
-    Config,
-)
+from sglang.srt.layers.moe.triton_grouped.tactics import BLOCK_M, DOT_TMA, FEW, SWAP, SWAP_TMA, Config
 from sglang.srt.layers.moe.triton_grouped.tiles import first_tiles, second_tiles
 
 #: Whether kernels run in Triton's interpreter, which has no overlap of launches and multiplies no BF16.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 _ALIGN_BLOCK = 1024
-_FEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -81,25 +68,12 @@ class Inputs:
         return self.x.shape[0]
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Where tiles find their rows: `(sorted_slots, block_experts)` and the count of blocks, or the ids themselves."""
-
-    block_m: int
-    num_blocks: int
-    slot_block: int
-    tables: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
 class Planner:
     """Makes the launches of one shape. `overlaps` lets each kernel start while its forerunner ends."""
 
     def __init__(self, shape: MoEShape, *, overlaps: bool = True) -> None:
         self._shape = shape
         self._overlaps = overlaps and not INTERPRETED
-        self._num_sms = (
-            torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 4
-        )
         self._sizes = {
             "hidden": shape.hidden_size,
             "inner": shape.intermediate_size,
@@ -119,158 +93,124 @@ class Planner:
         All buffers are taken here, before the first launch: overlapping kernels must not share memory.
         """
         method, first, second = tactic
-        rows, launches = self._rows(inputs, method)
-        act_rows = rows.num_blocks * rows.block_m if rows.tables else inputs.ids.numel()
-        act = torch.empty(
-            act_rows, self._shape.intermediate_size, dtype=inputs.x.dtype, device=inputs.x.device
-        )
         out = torch.empty_like(inputs.x)
-        launches.append(self._first(inputs, first, rows, act))
-        launches += self._second(inputs, second, rows, act, out)
-        return launches, out
-
-    def _rows(self, inputs: Inputs, method: str) -> tuple[_Rows, list[Launch]]:
-        shape, num_slots, block_m = self._shape, inputs.ids.numel(), BLOCK_M[method]
         if method == FEW:
-            few = _FEW_TOKENS * triton.next_power_of_2(shape.top_k)
-            return _Rows(block_m, num_slots, few if num_slots <= few else MAX_FEW_SLOTS), []
+            return self._gemv(inputs, first, second, out), out
+        return self._tiles(inputs, BLOCK_M[method], first, second, out), out
+
+    def _gemv(self, inputs: Inputs, first: Config, second: Config, out: torch.Tensor) -> list[Launch]:
+        shape, num_slots = self._shape, inputs.ids.numel()
+        act = inputs.x.new_empty(num_slots, shape.intermediate_size)
+        return [
+            Launch(
+                first_gemv,
+                (num_slots, triton.cdiv(shape.intermediate_size, first[1])),
+                (inputs.x, inputs.w13, inputs.b13, inputs.ids, act),
+                {**self._sizes, **self._activation, **_blocks(first), "overlaps": self._overlaps},
+            ),
+            Launch(
+                second_gemv,
+                (inputs.num_tokens, triton.cdiv(shape.hidden_size, second[1])),
+                (act, inputs.w2, self._b2(inputs), inputs.ids, inputs.weights, out),
+                {
+                    **self._sizes,
+                    **_blocks(second),
+                    "slot_block": triton.next_power_of_2(shape.top_k),
+                    "waits": self._overlaps,
+                    **_may_start_early(self._overlaps),
+                },
+            ),
+        ]
+
+    def _tiles(
+        self, inputs: Inputs, block_m: int, first: Config, second: Config, out: torch.Tensor
+    ) -> list[Launch]:
+        shape, num_slots = self._shape, inputs.ids.numel()
         used = min(num_slots, shape.num_local_experts)
         num_blocks = used + (num_slots - used) // block_m
         table = torch.empty(num_blocks * (block_m + 1), dtype=torch.int32, device=inputs.ids.device)
-        slots, experts = table[: num_blocks * block_m], table[num_blocks * block_m :]
-        align = Launch(
-            align_slots,
-            (shape.num_local_experts + 1,),
-            (inputs.ids, slots, experts, num_slots, num_blocks),
-            {
-                "num_experts": shape.num_local_experts,
-                "expert_block": triton.next_power_of_2(shape.num_local_experts),
-                "slot_block": _ALIGN_BLOCK,
-                "block_m": block_m,
-                "overlaps": self._overlaps,
-                "num_warps": 8,
-            },
-        )
-        return _Rows(block_m, num_blocks, 1, (slots, experts)), [align]
-
-    def _first(self, inputs: Inputs, config: Config, rows: _Rows, act: torch.Tensor) -> Launch:
-        kind, block_n, block_k, warps, stages = config[:5]
-        shape, waits = self._shape, self._overlaps and rows.tables is not None
-        meta = {
+        tables = (table[: num_blocks * block_m], table[num_blocks * block_m :])
+        act = inputs.x.new_empty(num_blocks * block_m, shape.intermediate_size)
+        parts = inputs.x.new_empty(num_slots, shape.hidden_size)
+        tiles = {
             **self._sizes,
-            **self._activation,
-            "block_n": block_n,
-            "block_k": block_k,
-            "stages": stages,
+            "block_m": block_m,
+            "widens": INTERPRETED,
             "overlaps": self._overlaps,
-            "num_warps": warps,
+            **_may_start_early(self._overlaps),
         }
-        num_n = triton.cdiv(shape.intermediate_size, block_n)
-        if kind == STREAM:
-            streamed = (inputs.x, inputs.w13, inputs.b13, inputs.ids, act, inputs.ids.numel())
-            meta |= {"block_k": triton.next_power_of_2(shape.hidden_size)}
-            meta |= {"slot_block": MAX_STREAM_TOKENS * triton.next_power_of_2(shape.top_k)}
-            programs = block_k * self._num_sms
-            meta |= {"turns": triton.cdiv(inputs.ids.numel() * num_n, programs)}
-            return Launch(first_stream, (programs,), streamed, meta)
-        if kind == GEMV:
-            args = (inputs.x, inputs.w13, inputs.b13, inputs.ids, act)
-            return Launch(first_gemv, (inputs.ids.numel(), num_n), args, meta)
-        return Launch(
-            first_tiles,
-            (rows.num_blocks * num_n,),
-            (
-                inputs.x,
-                _weights(inputs.w13, config),
-                inputs.b13,
-                inputs.ids,
-                *(rows.tables or (None, None)),
-                act,
-                inputs.num_tokens,
+        return [
+            Launch(
+                align_slots,
+                (shape.num_local_experts + 1,),
+                (inputs.ids, *tables, num_slots, num_blocks),
+                {
+                    "num_experts": shape.num_local_experts,
+                    "expert_block": triton.next_power_of_2(shape.num_local_experts),
+                    "slot_block": _ALIGN_BLOCK,
+                    "block_m": block_m,
+                    "overlaps": self._overlaps,
+                    "num_warps": 8,
+                },
             ),
-            {**meta, **_tile_meta(kind, rows), "waits": waits, **_overlapping(waits)},
-        )
+            Launch(
+                first_tiles,
+                (num_blocks * triton.cdiv(shape.intermediate_size, first[1]),),
+                (inputs.x, _weights(inputs.w13, first), inputs.b13, *tables, act, inputs.num_tokens),
+                {**tiles, **self._activation, **_blocks(first), **_sides(first)},
+            ),
+            Launch(
+                second_tiles,
+                (num_blocks * triton.cdiv(shape.hidden_size, second[1]),),
+                (
+                    act,
+                    _weights(inputs.w2, second),
+                    self._b2(inputs),
+                    inputs.weights,
+                    *tables,
+                    parts,
+                    inputs.num_tokens,
+                ),
+                {**tiles, **_blocks(second), **_sides(second)},
+            ),
+            self._sum(inputs, parts, out),
+        ]
 
-    def _second(
-        self, inputs: Inputs, config: Config, rows: _Rows, act: torch.Tensor, out: torch.Tensor
-    ) -> list[Launch]:
-        kind, block_n, block_k, warps, stages = config[:5]
-        shape, waits = self._shape, self._overlaps
-        b2 = inputs.b2 if shape.adds_output_bias else None
-        num_n = triton.cdiv(shape.hidden_size, block_n)
-        meta = {
-            **self._sizes,
-            "block_n": block_n,
-            "block_k": block_k,
-            "stages": stages,
-            "waits": waits,
-            "num_warps": warps,
-            **_overlapping(waits),
-        }
-        if kind == STREAM:
-            args = (act, inputs.w2, b2, inputs.ids, inputs.weights, out)
-            meta |= {"block_k": triton.next_power_of_2(shape.intermediate_size)}
-            meta |= {"slot_block": triton.next_power_of_2(shape.top_k)}
-            programs = block_k * self._num_sms // inputs.num_tokens
-            meta |= {"turns": triton.cdiv(num_n, programs)}
-            return [Launch(second_stream, (programs, inputs.num_tokens), args, meta)]
-        if kind == GEMV:
-            slot_block = triton.next_power_of_2(shape.top_k)
-            args = (act, inputs.w2, b2, inputs.ids, inputs.weights, out)
-            return [Launch(second_gemv, (inputs.num_tokens, num_n), args, {**meta, "slot_block": slot_block})]
-        splits, num_slots = config[5], inputs.ids.numel()
-        # Few rows are cheap to keep in full precision; many are the op's largest traffic after the weights.
-        dtype = torch.float32 if rows.tables is None or splits > 1 else out.dtype
-        parts = torch.empty(splits, num_slots, shape.hidden_size, dtype=dtype, device=out.device)
-        product = Launch(
-            second_tiles,
-            (rows.num_blocks * num_n * splits,),
-            (
-                act,
-                _weights(inputs.w2, config),
-                b2,
-                inputs.ids,
-                inputs.weights,
-                *(rows.tables or (None, None)),
-                parts,
-                inputs.num_tokens,
-            ),
-            {**meta, **_tile_meta(kind, rows), "splits": splits, "overlaps": self._overlaps},
-        )
+    def _sum(self, inputs: Inputs, parts: torch.Tensor, out: torch.Tensor) -> Launch:
+        shape = self._shape
         block = 256 if inputs.num_tokens <= 64 else 1024
-        total = Launch(
+        return Launch(
             sum_parts,
             (inputs.num_tokens, triton.cdiv(shape.hidden_size, block)),
-            (parts, inputs.ids, out, num_slots),
+            (parts, inputs.ids, out),
             {
                 "hidden": shape.hidden_size,
                 "num_experts": shape.num_local_experts,
                 "top_k": shape.top_k,
-                "part_block": triton.next_power_of_2(shape.top_k * splits),
-                "splits": splits,
+                "part_block": triton.next_power_of_2(shape.top_k),
                 "block_n": block,
-                "waits": waits,
                 "num_warps": block // 256,
-                **_overlapping(waits),
+                "waits": self._overlaps,
+                **_may_start_early(self._overlaps),
             },
         )
-        return [product, total]
+
+    def _b2(self, inputs: Inputs) -> torch.Tensor | None:
+        return inputs.b2 if self._shape.adds_output_bias else None
 
 
-def _overlapping(waits: bool) -> dict[str, Any]:
+def _may_start_early(waits: bool) -> dict[str, Any]:
     """The option that lets a kernel start before the former one has ended; only one that waits in itself may."""
     return {"launch_pdl": True} if waits else {}
 
 
-def _tile_meta(kind: str, rows: _Rows) -> dict[str, Any]:
-    return {
-        "slot_block": rows.slot_block,
-        "block_m": rows.block_m,
-        "is_sorted": rows.tables is not None,
-        "swaps": kind in (SWAP, SWAP_TMA),
-        "is_tma": kind in (DOT_TMA, SWAP_TMA),
-        "widens": INTERPRETED,
-    }
+def _blocks(config: Config) -> dict[str, Any]:
+    _, block_n, block_k, warps, stages = config
+    return {"block_n": block_n, "block_k": block_k, "num_warps": warps, "stages": stages}
+
+
+def _sides(config: Config) -> dict[str, Any]:
+    return {"swaps": config[0] in (SWAP, SWAP_TMA), "is_tma": config[0] in (DOT_TMA, SWAP_TMA)}
 
 
 def _weights(weights: torch.Tensor, config: Config) -> Any:

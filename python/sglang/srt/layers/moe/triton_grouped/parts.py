@@ -1,4 +1,4 @@
-"""What the kernels share: the activation, which rows an expert gets, and how one launch overlaps the next.
+"""What the kernels share: the activation, which experts are held, and how one launch overlaps the next.
 
 Imported where Triton is installed only.
 """
@@ -36,26 +36,3 @@ def start_launch(waits: tl.constexpr, overlaps: tl.constexpr):  # type: ignore[n
         gdc_wait()
     if overlaps:
         gdc_launch_dependents()
-
-
-@triton.jit
-def places_in_expert(  # type: ignore[no-untyped-def]
-    ids, slot, expert, num_slots, slot_block: tl.constexpr
-):
-    """How the slots of `expert` are numbered: `(is of it [slot_block], its number, number of slot, their count)`."""
-    slots = tl.arange(0, slot_block)
-    chosen = tl.load(ids + slots, mask=slots < num_slots, other=-1) == expert
-    number = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    before = tl.sum((chosen & (slots < slot)).to(tl.int32), axis=0)
-    return chosen, number, before, tl.sum(chosen.to(tl.int32), axis=0)
-
-
-@triton.jit
-def rows_from(  # type: ignore[no-untyped-def]
-    chosen, number, first, count, slot_block: tl.constexpr, block_m: tl.constexpr
-):
-    """The slots number `first` to `first + block_m - 1` of an expert, and which of them exist."""
-    slots = tl.arange(0, slot_block)
-    wanted = first + tl.arange(0, block_m)
-    is_it = chosen[None, :] & (number[None, :] == wanted[:, None])
-    return tl.sum(tl.where(is_it, slots[None, :], 0), axis=1), wanted < count

@@ -76,7 +76,7 @@ class TritonGroupedMoE(TunableRunner):
         return [tactic for space in self.tactic_space(inputs) for tactic in space.tactics()]
 
     def validate_tactic(self, inputs: list[torch.Tensor], tactic: Any) -> bool:
-        """Whether a stored tactic exists here and computes the right thing for these inputs."""
+        """Whether a stored tactic exists here and is one for this many tokens."""
         return self._usable(inputs, tactic) is not None
 
     def compile_jobs(
@@ -107,11 +107,11 @@ class TritonGroupedMoE(TunableRunner):
         return Inputs(*inputs)
 
     def _usable(self, inputs: list[torch.Tensor], tactic: Any) -> tuple[Any, ...] | None:
-        num_tokens, top_k = inputs[0].shape[0], self.shape.top_k
+        num_tokens = inputs[0].shape[0]
         if type(tactic) is int and tactic == -1:
-            return known.default_tactic(num_tokens, top_k, self.shape.num_local_experts)
+            return known.default_tactic(num_tokens, self.shape.top_k, self.shape.num_local_experts)
         found = known.normalised(tactic)
-        return found if found is not None and known.suits(found, num_tokens, top_k) else None
+        return found if found is not None and known.suits(found, num_tokens) else None
 
     def _resolved(self, inputs: list[torch.Tensor], tactic: Any) -> tuple[Any, ...]:
         found = self._usable(inputs, tactic)
@@ -136,5 +136,5 @@ class _CompileJob:
 
     def __repr__(self) -> str:
         kernel, meta = self._launch.kernel, self._launch.meta
-        names = ("block_m", "block_n", "block_k", "num_warps", "stages", "splits", "swaps", "is_tma")
+        names = ("block_m", "block_n", "block_k", "num_warps", "stages", "swaps", "is_tma")
         return f"{kernel.__name__}({', '.join(f'{name}={meta[name]}' for name in names if name in meta)})"

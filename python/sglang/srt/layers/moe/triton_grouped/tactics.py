@@ -1,8 +1,8 @@
 """Which configurations of the kernels are worth timing, as data.
 
 A tactic is `(method, first, second)`: how rows find their expert, then the configuration of each product, e.g.
-`("few", ("gemv", 4, 512, 4, 1), ("swap", 64, 128, 4, 3))`. The two products do not influence each other, so a search
-has to time the sum of their configurations and not their product: that is what a `Space` offers.
+`("grouped16", ("swap_tma", 64, 128, 4, 3), ("swap", 64, 128, 4, 3))`. The two products do not influence each other,
+so a search has to time the sum of their configurations and not their product: that is what a `Space` offers.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: `(kind, rows of weights, stretch of the reduction, warps, stages[, splits of the reduction])`
+#: `(kind, rows of weights, stretch of the reduction, warps, stages)`
 Config = tuple[Any, ...]
 
 #: A product without tensor cores; a tile with rows on the left; with the weights on the left; the same with TMA.
-GEMV, STREAM, DOT, SWAP, DOT_TMA, SWAP_TMA = "gemv", "stream", "dot", "swap", "dot_tma", "swap_tma"
+GEMV, DOT, SWAP, DOT_TMA, SWAP_TMA = "gemv", "dot", "swap", "dot_tma", "swap_tma"
 
+#: Slots as they are, each a product of its own without tensor cores. The other methods sort them into tiles.
 FEW = "few"
-#: Rows of a tile in each method; "few" works out its rows in place, the others need the aligned table.
-BLOCK_M = {FEW: 16, "grouped16": 16, "grouped32": 32, "grouped64": 64, "grouped128": 128}
+#: Rows of a tile in each of the other methods.
+BLOCK_M = {"grouped16": 16, "grouped32": 32, "grouped64": 64, "grouped128": 128}
 
-#: "few" is not offered above so many slots: each program looks at all of them.
-MAX_FEW_SLOTS = 512
 #: Above so many tokens a product without tensor cores repeats too much.
 MAX_GEMV_TOKENS = 8
-MAX_STREAM_TOKENS = 2
 
 
 @dataclass(frozen=True)
@@ -47,26 +45,6 @@ class Space:
             yield self.tactic(0, j)
 
 
-FIRST_STREAM: tuple[Config, ...] = (
-    (STREAM, 2, 3, 4, 3),
-    (STREAM, 1, 4, 4, 3),
-    (STREAM, 1, 4, 4, 4),
-    (STREAM, 1, 6, 4, 3),
-    (STREAM, 2, 2, 8, 4),
-    (STREAM, 2, 3, 4, 4),
-    (STREAM, 2, 4, 4, 2),
-    (STREAM, 4, 2, 8, 3),
-)
-SECOND_STREAM: tuple[Config, ...] = (
-    (STREAM, 1, 4, 4, 3),
-    (STREAM, 1, 4, 4, 4),
-    (STREAM, 1, 6, 4, 3),
-    (STREAM, 1, 4, 8, 4),
-    (STREAM, 2, 3, 4, 3),
-    (STREAM, 2, 2, 8, 4),
-    (STREAM, 2, 4, 8, 2),
-    (STREAM, 4, 2, 8, 3),
-)
 FIRST_GEMV: tuple[Config, ...] = (
     (GEMV, 2, 1024, 4, 1),
     (GEMV, 2, 2048, 4, 1),
@@ -90,23 +68,6 @@ SECOND_GEMV: tuple[Config, ...] = (
     (GEMV, 1, 1024, 8, 1),
     (GEMV, 2, 256, 8, 1),
     (GEMV, 2, 256, 4, 1),
-)
-FIRST_FEW: tuple[Config, ...] = (
-    (SWAP_TMA, 64, 128, 4, 3),
-    (DOT, 32, 256, 4, 3),
-    (DOT, 64, 128, 4, 3),
-    (SWAP, 64, 128, 4, 2),
-    (SWAP, 64, 128, 4, 3),
-    (SWAP_TMA, 64, 128, 4, 2),
-)
-SECOND_FEW: tuple[Config, ...] = (
-    (SWAP_TMA, 64, 128, 4, 4, 1),
-    (DOT, 64, 256, 4, 3, 1),
-    (SWAP, 64, 128, 4, 3, 1),
-    (SWAP, 64, 128, 4, 4, 1),
-    (SWAP, 64, 256, 4, 3, 1),
-    (SWAP_TMA, 64, 128, 4, 3, 1),
-    (SWAP_TMA, 64, 256, 4, 2, 1),
 )
 FIRST_GROUPED: dict[str, tuple[Config, ...]] = {
     "grouped16": (
@@ -149,61 +110,52 @@ FIRST_GROUPED: dict[str, tuple[Config, ...]] = {
 }
 SECOND_GROUPED: dict[str, tuple[Config, ...]] = {
     "grouped16": (
-        (SWAP_TMA, 64, 128, 4, 3, 1),
-        (SWAP_TMA, 64, 128, 4, 4, 1),
-        (SWAP_TMA, 64, 256, 4, 2, 1),
-        (SWAP_TMA, 64, 256, 4, 3, 1),
-        (SWAP_TMA, 128, 128, 4, 2, 1),
-        (SWAP_TMA, 128, 128, 4, 3, 1),
-        (SWAP, 64, 128, 4, 3, 1),
-        (SWAP, 64, 256, 4, 3, 1),
-        (SWAP, 128, 128, 4, 3, 1),
-        (DOT, 64, 128, 4, 3, 1),
-        (DOT, 64, 256, 4, 3, 1),
+        (SWAP_TMA, 64, 128, 4, 3),
+        (SWAP_TMA, 64, 128, 4, 4),
+        (SWAP_TMA, 64, 256, 4, 2),
+        (SWAP_TMA, 64, 256, 4, 3),
+        (SWAP_TMA, 128, 128, 4, 2),
+        (SWAP_TMA, 128, 128, 4, 3),
+        (SWAP, 64, 128, 4, 3),
+        (SWAP, 64, 256, 4, 3),
+        (SWAP, 128, 128, 4, 3),
+        (DOT, 64, 128, 4, 3),
+        (DOT, 64, 256, 4, 3),
     ),
     "grouped32": (
-        (SWAP_TMA, 64, 128, 4, 3, 1),
-        (SWAP_TMA, 64, 128, 4, 4, 1),
-        (SWAP_TMA, 128, 64, 4, 4, 1),
-        (SWAP_TMA, 128, 128, 4, 3, 1),
-        (SWAP, 64, 128, 4, 3, 1),
-        (SWAP, 128, 64, 4, 4, 1),
+        (SWAP_TMA, 64, 128, 4, 3),
+        (SWAP_TMA, 64, 128, 4, 4),
+        (SWAP_TMA, 128, 64, 4, 4),
+        (SWAP_TMA, 128, 128, 4, 3),
+        (SWAP, 64, 128, 4, 3),
+        (SWAP, 128, 64, 4, 4),
     ),
     "grouped64": (
-        (DOT_TMA, 128, 64, 4, 4, 1),
-        (DOT_TMA, 256, 64, 8, 4, 1),
-        (DOT, 128, 64, 4, 4, 1),
-        (SWAP_TMA, 128, 64, 4, 4, 1),
+        (DOT_TMA, 128, 64, 4, 4),
+        (DOT_TMA, 256, 64, 8, 4),
+        (DOT, 128, 64, 4, 4),
+        (SWAP_TMA, 128, 64, 4, 4),
     ),
     "grouped128": (
-        (DOT_TMA, 128, 64, 8, 3, 1),
-        (DOT_TMA, 256, 64, 8, 3, 1),
-        (DOT, 128, 64, 8, 3, 1),
-        (DOT, 256, 64, 8, 3, 1),
+        (DOT_TMA, 128, 64, 8, 3),
+        (DOT_TMA, 256, 64, 8, 3),
+        (DOT, 128, 64, 8, 3),
+        (DOT, 256, 64, 8, 3),
     ),
 }
 
 #: Everything that may be asked for, method by method: what a stored tactic is held against.
 KNOWN = {
-    FEW: Space(FEW, FIRST_STREAM + FIRST_GEMV + FIRST_FEW, SECOND_STREAM + SECOND_GEMV + SECOND_FEW),
+    FEW: Space(FEW, FIRST_GEMV, SECOND_GEMV),
     **{name: Space(name, FIRST_GROUPED[name], SECOND_GROUPED[name]) for name in FIRST_GROUPED},
 }
 
 
 def spaces(num_tokens: int, top_k: int, num_experts: int) -> list[Space]:
     """What is worth timing at `num_tokens`, with about as many rows for each expert."""
-    num_slots = num_tokens * top_k
-    result = []
-    if num_slots <= MAX_FEW_SLOTS:
-        if num_tokens <= MAX_STREAM_TOKENS:
-            result.append(Space(FEW, FIRST_GEMV + FIRST_STREAM, SECOND_GEMV + SECOND_STREAM))
-        elif num_tokens <= MAX_GEMV_TOKENS:
-            result.append(Space(FEW, FIRST_GEMV + FIRST_FEW, SECOND_GEMV + SECOND_FEW))
-        elif num_tokens <= 16:
-            result.append(Space(FEW, FIRST_FEW, SECOND_FEW))
-    if not result or num_tokens > 2:
-        result += [KNOWN[name] for name in _grouped(num_slots / num_experts)]
-    return result
+    few = [FEW] if num_tokens <= MAX_GEMV_TOKENS else []
+    grouped = _grouped(num_tokens * top_k / num_experts) if num_tokens > 2 else []
+    return [KNOWN[name] for name in few + grouped]
 
 
 def _grouped(rows: float) -> list[str]:
@@ -237,12 +189,9 @@ def _found(configs: tuple[Config, ...], stored: Any) -> Config | None:
     return stored if stored in configs else None
 
 
-def suits(tactic: tuple[Any, ...], num_tokens: int, top_k: int) -> bool:
-    """Whether a known tactic computes the right thing at all at `num_tokens`."""
-    if tactic[0] != FEW:
-        return True
-    streams = STREAM in (tactic[1][0], tactic[2][0])
-    return num_tokens * top_k <= MAX_FEW_SLOTS and (not streams or num_tokens <= MAX_STREAM_TOKENS)
+def suits(tactic: tuple[Any, ...], num_tokens: int) -> bool:
+    """Whether a known tactic is one for `num_tokens`; a record of another one is measured again."""
+    return tactic[0] != FEW or num_tokens <= MAX_GEMV_TOKENS
 
 
 def default_tactic(num_tokens: int, top_k: int, num_experts: int) -> tuple[Any, ...]:

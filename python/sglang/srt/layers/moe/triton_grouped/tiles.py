@@ -1,9 +1,8 @@
 """The two products on tensor cores: a tile of rows of one expert by a tile of its weights.
 
-Which rows a tile holds is either looked up in a table that `align.py` made, or worked out in place from the routed
-ids, which saves a launch where they are few. With `swaps` the weights are the left factor: their side of the tile
-is the longer one, and Hopper's matrix instruction wants 64 rows on the left. `widens` is for Triton's interpreter,
-which multiplies no BF16.
+Which rows a tile holds is looked up in the table that `align.py` made. With `swaps` the weights are the left factor:
+their side of the tile is the longer one, and Hopper's matrix instruction wants 64 rows on the left. `widens` is for
+Triton's interpreter, which multiplies no BF16.
 """
 
 from __future__ import annotations
@@ -11,13 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.moe.triton_grouped.parts import (
-    activate,
-    held_here,
-    places_in_expert,
-    rows_from,
-    start_launch,
-)
+from sglang.srt.layers.moe.triton_grouped.parts import activate, start_launch
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -25,10 +18,9 @@ def first_tiles(  # type: ignore[no-untyped-def]
     x,  # [T, hidden]
     w13,  # [num_experts, 2 * inner, hidden], or a descriptor of [num_experts * 2 * inner, hidden]
     b13,  # [num_experts, 2 * inner] or None
-    ids,  # [T, top_k]
-    sorted_slots,  # [blocks * block_m], with `is_sorted`
-    block_experts,  # [blocks], with `is_sorted`
-    act,  # out: [T * top_k, inner]; with `is_sorted` [blocks * block_m, inner]
+    sorted_slots,  # [blocks * block_m]
+    block_experts,  # [blocks]
+    act,  # out: [blocks * block_m, inner]
     num_tokens,
     hidden: tl.constexpr,
     inner: tl.constexpr,
@@ -37,42 +29,29 @@ def first_tiles(  # type: ignore[no-untyped-def]
     alpha: tl.constexpr,
     beta: tl.constexpr,
     limit: tl.constexpr,
-    slot_block: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     stages: tl.constexpr,
-    is_sorted: tl.constexpr,
     swaps: tl.constexpr,
     is_tma: tl.constexpr,
     widens: tl.constexpr,
-    waits: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Grid `(blocks of rows, or slots) * blocks of inner`, those of inner fastest."""
-    start_launch(waits, overlaps)
+    """Grid `blocks of rows * blocks of inner`, those of inner fastest."""
+    start_launch(overlaps, overlaps)
     num_n: tl.constexpr = (inner + block_n - 1) // block_n
     block = tl.program_id(0) // num_n
     first_n = (tl.program_id(0) % num_n) * block_n
     num_slots = num_tokens * top_k
     ms = tl.arange(0, block_m)
-    if is_sorted:
-        expert = tl.load(block_experts + block)
-        if expert < 0:
-            return
-        slots = tl.load(sorted_slots + block * block_m + ms)
-        valid = slots < num_slots
-        slots = tl.where(valid, slots, 0)
-        act_rows = (block * block_m + ms).to(tl.int64)
-    else:
-        expert = tl.load(ids + block)
-        if not held_here(expert, num_experts):
-            return
-        chosen, number, first, count = places_in_expert(ids, block, expert, num_slots, slot_block)
-        if first % block_m != 0:
-            return
-        slots, valid = rows_from(chosen, number, first, count, slot_block, block_m)
-        act_rows = slots.to(tl.int64)
+    expert = tl.load(block_experts + block)
+    if expert < 0:
+        return
+    slots = tl.load(sorted_slots + block * block_m + ms)
+    valid = slots < num_slots
+    slots = tl.where(valid, slots, 0)
+    act_rows = (block * block_m + ms).to(tl.int64)
 
     n = first_n + tl.arange(0, block_n)
     ks = tl.arange(0, block_k)
@@ -130,63 +109,42 @@ def first_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def second_tiles(  # type: ignore[no-untyped-def]
-    act,  # [T * top_k, inner]; with `is_sorted` [blocks * block_m, inner]
+    act,  # [blocks * block_m, inner]
     w2,  # [num_experts, hidden, inner], or a descriptor of [num_experts * hidden, inner]
     b2,  # [num_experts, hidden] or None
-    ids,  # [T, top_k]
     weights,  # [T, top_k] float32
-    sorted_slots,  # [blocks * block_m], with `is_sorted`
-    block_experts,  # [blocks], with `is_sorted`
-    parts,  # out: [splits, T * top_k, hidden], weighted; slots of other ranks' experts are left as they were
+    sorted_slots,  # [blocks * block_m]
+    block_experts,  # [blocks]
+    parts,  # out: [T * top_k, hidden], weighted; slots of other ranks' experts are left as they were
     num_tokens,
     hidden: tl.constexpr,
     inner: tl.constexpr,
     num_experts: tl.constexpr,
     top_k: tl.constexpr,
-    slot_block: tl.constexpr,
     block_m: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
-    splits: tl.constexpr,
     stages: tl.constexpr,
-    is_sorted: tl.constexpr,
     swaps: tl.constexpr,
     is_tma: tl.constexpr,
     widens: tl.constexpr,
-    waits: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Grid `(blocks of rows, or slots) * blocks of hidden * splits`, the splits fastest.
-
-    A split is a stretch of `inner`; `align.sum_parts` adds the splits and the slots of a token.
-    """
+    """Grid `blocks of rows * blocks of hidden`, those of hidden fastest; `align.sum_parts` adds a token's slots."""
     num_n: tl.constexpr = (hidden + block_n - 1) // block_n
-    of_split: tl.constexpr = (inner + block_k * splits - 1) // (block_k * splits) * block_k
-    split = tl.program_id(0) % splits
-    first_n = (tl.program_id(0) // splits % num_n) * block_n
-    block = tl.program_id(0) // (splits * num_n)
+    block = tl.program_id(0) // num_n
+    first_n = (tl.program_id(0) % num_n) * block_n
     num_slots = num_tokens * top_k
     ms = tl.arange(0, block_m)
-    if is_sorted:
-        # The tables are those of the kernel before the former one, which waited for it.
-        start_launch(waits, overlaps)
-        expert = tl.load(block_experts + block)
-        if expert < 0:
-            return
-        slots = tl.load(sorted_slots + block * block_m + ms)
-        valid = slots < num_slots
-        slots = tl.where(valid, slots, 0)
-        act_rows = (block * block_m + ms).to(tl.int64)
-    else:
-        expert = tl.load(ids + block)
-        if not held_here(expert, num_experts):
-            return
-        chosen, number, first, count = places_in_expert(ids, block, expert, num_slots, slot_block)
-        if first % block_m != 0:
-            return
-        slots, valid = rows_from(chosen, number, first, count, slot_block, block_m)
-        act_rows = slots.to(tl.int64)
-        start_launch(waits, overlaps)
+    # The tables are those of the kernel before the former one, which waited for it.
+    start_launch(overlaps, overlaps)
+    expert = tl.load(block_experts + block)
+    if expert < 0:
+        return
+    slots = tl.load(sorted_slots + block * block_m + ms)
+    valid = slots < num_slots
+    slots = tl.where(valid, slots, 0)
+    act_rows = (block * block_m + ms).to(tl.int64)
 
     n = first_n + tl.arange(0, block_n)
     ks = tl.arange(0, block_k)
@@ -199,10 +157,8 @@ def second_tiles(  # type: ignore[no-untyped-def]
         acc = tl.zeros([block_n, block_m], tl.float32)
     else:
         acc = tl.zeros([block_m, block_n], tl.float32)
-    divides: tl.constexpr = inner % (block_k * splits) == 0
-    begin_k = split * of_split
-    for step in tl.range(0, of_split, block_k, num_stages=stages):
-        start = begin_k + step
+    divides: tl.constexpr = inner % block_k == 0
+    for start in tl.range(0, inner, block_k, num_stages=stages):
         k = start + ks[None, :]
         if divides:
             a = tl.load(a_rows + k, mask=valid[:, None], other=0.0)
@@ -224,10 +180,7 @@ def second_tiles(  # type: ignore[no-untyped-def]
         acc = tl.trans(acc)
     if b2 is not None:
         bias = tl.load(b2 + expert * hidden + n, mask=n < hidden, other=0.0).to(tl.float32)
-        if splits == 1:
-            acc += bias[None, :]
-        else:
-            acc += tl.where(split == 0, bias, 0.0)[None, :]
+        acc += bias[None, :]
     acc *= tl.load(weights + slots, mask=valid, other=0.0)[:, None]
-    places = parts + (split * num_slots + slots).to(tl.int64)[:, None] * hidden + n[None, :]
+    places = parts + slots.to(tl.int64)[:, None] * hidden + n[None, :]
     tl.store(places, acc.to(parts.dtype.element_ty), mask=valid[:, None] & (n < hidden)[None, :])
