@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang.srt.autotune.records.document import read_json_object
 
-#: One H200, BF16, Qwen3-30B-A3B geometry, all runners of the portfolio: 21 buckets to 8192 tokens took 36 to 40 s, those
-#: of FlashInfer's op alone 21 to 26 (docs/performance.md).
+#: One H200, BF16, Qwen3-30B-A3B geometry, all runners of the portfolio: 21 buckets to 8192 tokens took 36 to 40 s, and
+#: with FlashInfer's op alone 21 to 26 (docs/performance.md).
 GPU_STEP_S = 1.85
 #: One core of a server CPU, the built-in model: its largest steps (2048 tokens) take most of it.
 CPU_STEP_S = 0.35
