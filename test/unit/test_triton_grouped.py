@@ -358,6 +358,12 @@ def test_no_bucket_offers_more_than_a_start_can_time(size):
         assert len(space.first) <= 25 and len(space.second) <= 25
 
 
+def test_an_experts_weights_are_read_for_each_slot_only_where_slots_rarely_share_one():
+    for num_tokens, methods in ((2, {"few"}), (4, {"few", "grouped16"}), (5, {"grouped16"})):
+        assert {space.method for space in tactics.spaces(num_tokens, 8, 128)} == methods
+        assert tactics.default_tactic(num_tokens, 8, 128)[0] == ("few" if num_tokens <= 4 else "grouped16")
+
+
 def test_a_space_is_searched_one_product_at_a_time():
     space = tactics.Space("few", (("a",), ("b",)), (("c",), ("d",), ("e",)))
     assert list(space.tactics()) == [

@@ -22,8 +22,10 @@ FEW = "few"
 #: Rows of a tile in each of the other methods.
 BLOCK_M = {"grouped16": 16, "grouped32": 32, "grouped64": 64, "grouped128": 128}
 
-#: Above so many tokens a product without tensor cores repeats too much.
-MAX_GEMV_TOKENS = 8
+#: "few" reads an expert's weights once for each slot that chose it, which suits only counts at which slots rarely
+#: share one. At 8 tokens it is a little ahead where all of 128 experts are as likely, and clearly behind where a
+#: trained router prefers some; what a record was measured with need not be what it serves.
+MAX_GEMV_TOKENS = 4
 
 
 @dataclass(frozen=True)
