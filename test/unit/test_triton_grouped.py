@@ -355,7 +355,13 @@ def test_what_is_offered_is_known_suits_and_survives_a_file(size):
 @pytest.mark.parametrize("size", SIZES)
 def test_no_bucket_offers_more_than_a_start_can_time(size):
     for space in tactics.spaces(*size):
-        assert len(space.first) <= 25 and len(space.second) <= 25
+        assert len(space.first) + len(space.second) <= 12
+
+
+@pytest.mark.parametrize("method", tactics.BLOCK_M)
+def test_every_method_of_tiles_has_more_than_one_kind_for_other_gpus_and_shapes(method):
+    for configs in (tactics.FIRST_GROUPED[method], tactics.SECOND_GROUPED[method]):
+        assert len({config[0] for config in configs}) > 1
 
 
 def test_an_experts_weights_are_read_for_each_slot_only_where_slots_rarely_share_one():
