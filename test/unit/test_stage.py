@@ -10,10 +10,10 @@ from flashinfer.autotuner import AutoTuner
 
 from sglang.srt.autotune import cache_phase, flashinfer_api
 from sglang.srt.autotune.cpu_tuner import CpuProfiler
+from sglang.srt.autotune.failures import StepFailed
 from sglang.srt.autotune.plan import Limits
 from sglang.srt.autotune.records.record import with_runner
 from sglang.srt.autotune.records.store import RecordStore
-from sglang.srt.autotune.stage import StepFailed
 from sglang.srt.layers.moe.portfolio import OP_NAME
 from sglang.srt.layers.moe.reference import ReferenceMoE
 from support.tiny_host import TinyHost, start

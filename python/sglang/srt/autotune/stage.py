@@ -22,6 +22,7 @@ from sglang.srt.autotune.closing import close
 from sglang.srt.autotune.contenders import agree_on_runners, compile_choices, inner_ops
 from sglang.srt.autotune.decision import Decision, decide
 from sglang.srt.autotune.estimate import estimate, measured_pace
+from sglang.srt.autotune.failures import StepFailed, describe, is_peer_failure
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.journal import Journal
@@ -42,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 LEFT_OUT, OVER_BUDGET = "left out", "over budget"
 SAME_FLAGS = "start every rank with the same flags"
-
-
-class StepFailed(RuntimeError):
-    """A step failed in a forward that other ranks take part in; the start ends, the next leaves it out."""
 
 
 def run_stage(
@@ -81,20 +78,6 @@ def run_stage(
     report.seconds = time.monotonic() - started
     close(report, host.topology, agreement, settings.report_path)
     return report
-
-
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
-
-
-def is_peer_failure(error: Exception) -> bool:
-    """Whether a collective failed because another rank is gone: that says nothing against the step here."""
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("gloo", "nccl", "connection closed")
-    )
 
 
 class _Stage:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sglang.srt.autotune.agreement import AgreementError
-from sglang.srt.autotune.stage import is_peer_failure
+from sglang.srt.autotune.failures import is_peer_failure
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.executor import ModelExecutor
