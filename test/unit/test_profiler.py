@@ -330,3 +330,18 @@ def test_an_inner_op_that_nobody_asked_for_is_not_called_misspelt(tmp_path):
     host.runner.op.runners = [SortedMoE(), Outer()]
     report = start(tmp_path, host, skip_ops=("inner::op", "outer::typo"))
     assert report.skipped_ops["never_asked"] == ["outer::typo"]
+
+
+def test_a_start_says_once_how_many_candidates_of_a_runner_failed_and_why(tmp_path, caplog):
+    class Failing(DenseMoE):
+        def forward(self, inputs, tactic=-1, do_preparation=False, **kwargs):
+            raise RuntimeError("no compiler for this tile\nand a long trace")
+
+    host = TinyHost()
+    host.runner.op.runners = [SortedMoE(), Failing()]
+    report = start(tmp_path, host)
+    assert report.status == "completed"
+    (line,) = [warning for warning in report.warnings if "Failing" in warning]
+    assert "candidates could not be measured; the first: tactic 0, RuntimeError: no compiler for this tile" in line
+    assert "long trace" not in line
+    assert [record.getMessage() for record in caplog.records].count(f"FlashInfer autotune: {line}") == 1

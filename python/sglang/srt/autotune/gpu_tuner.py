@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang.srt.autotune import flashinfer_api
-from sglang.srt.autotune.profiler import Candidate, Profiler
+from sglang.srt.autotune.profiler import Candidate, Profiler, first_line
 from sglang.srt.autotune.timer import OpTimer
 
 logger = logging.getLogger(__name__)
@@ -95,10 +95,6 @@ class GpuProfiler(Profiler):
                 f"{candidate.name} broke the CUDA context ({first_line(error)}); list it in the file of "
                 f"{flashinfer_api.BLOCKLIST_VARIABLE} to leave it out"
             ) from lost
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 
 def compile_in_parallel(jobs: Iterable[Callable[[], None]], num_threads: int) -> int:

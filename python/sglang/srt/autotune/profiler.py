@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.records.record import describe_tactic
 
 INFINITY = float("inf")
 
@@ -67,6 +68,8 @@ class Profiler(ABC):
     measurements: list[Measurement] = field(default_factory=list)
     #: Candidates that could not be measured for want of memory.
     out_of_memory: int = 0
+    #: By runner: how often one of its candidates could not be measured, and why the first of them could not.
+    failed: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def ensure_tuned(
         self,
@@ -165,6 +168,11 @@ class Profiler(ABC):
             return self.time_s(candidate, inputs, kwargs, best_s)
         except Exception as error:
             self.out_of_memory += isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
+            count, reason = self.failed.get(
+                type(candidate.runner).__name__,
+                (0, f"tactic {describe_tactic(candidate.tactic)}, {first_line(error)}"),
+            )
+            self.failed[type(candidate.runner).__name__] = (count + 1, reason)
             self.recover(candidate, error)
             return INFINITY
 
@@ -192,6 +200,10 @@ class Profiler(ABC):
             rounds.append([self._time_or_infinity(candidates[i], inputs, kwargs, INFINITY) for i in near])
         settled = self.reduce_times([statistics.median(column) for column in zip(*rounds, strict=True)])
         return [dict(zip(near, settled, strict=True)).get(i, t) for i, t in enumerate(times)]
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 
 def choose(times: Sequence[float], margin: float = Profiler.margin) -> int:

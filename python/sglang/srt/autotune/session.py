@@ -69,6 +69,13 @@ class Session:
         lookups.out_of_memory += profiler.out_of_memory - before
         return lookups
 
+    def failed_candidates(self) -> list[str]:
+        """A line for each runner of an in-tree op some of whose candidates could not be measured."""
+        return [
+            f"{runner}: {count} candidates could not be measured; the first: {reason}"
+            for runner, (count, reason) in self._profiler.failed.items()
+        ]
+
     @contextlib.contextmanager
     def _tuning(self, step: Step) -> Iterator[None]:
         if self._on_cpu:

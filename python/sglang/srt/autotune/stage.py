@@ -351,11 +351,12 @@ class _Stage:
             for step in steps:
                 progress.begin(step.name)
                 self.agreement.announce(f"step {step.name}")
-                if self._is_over_budget(step, began):
-                    continue
-                if self._with_headroom([step]):
+                if not self._is_over_budget(step, began) and self._with_headroom([step]):
                     self._tune_one(step, session, judge, cache, journal)
                 progress.end()
+        for problem in session.failed_candidates():
+            self.report.warnings.append(problem)
+            logger.warning("FlashInfer autotune: %s", problem)
 
     def _is_over_budget(self, step: Step, began: float) -> bool:
         """Whether the budget is spent on some rank; then no rank begins this step."""
