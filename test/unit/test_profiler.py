@@ -342,6 +342,9 @@ def test_a_start_says_once_how_many_candidates_of_a_runner_failed_and_why(tmp_pa
     report = start(tmp_path, host)
     assert report.status == "completed"
     (line,) = [warning for warning in report.warnings if "Failing" in warning]
-    assert "candidates could not be measured; the first: tactic 0, RuntimeError: no compiler for this tile" in line
+    assert (
+        "candidates could not be measured; the first: tactic 0, RuntimeError: no compiler for this tile"
+        in line
+    )
     assert "long trace" not in line
     assert [record.getMessage() for record in caplog.records].count(f"FlashInfer autotune: {line}") == 1
