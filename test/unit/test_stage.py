@@ -277,6 +277,11 @@ class Slower(ReferenceMoE):
         return super().forward(inputs, tactic, do_preparation, **kwargs)
 
 
+def notes_on_outputs(report):
+    """What the report says against choices, without what a busy machine makes of their times."""
+    return [step.note for step in report.steps if step.note and "slower than the default" not in step.note]
+
+
 def host_with(runner, **changes):
     host = TinyHost(**changes)
     host.runner.op.runners = [runner]
@@ -301,7 +306,8 @@ def test_a_fast_but_wrong_tactic_goes_back_to_the_default_now_and_is_blocked_for
     os.remove(report.cache_path)
     later = start(tmp_path, host_with(runner))
     assert os.environ[flashinfer_api.BLOCKLIST_VARIABLE] == str(blocklist)
-    assert all(step.note is None for step in later.steps), "the blocked tactic was not tried again"
+    assert not notes_on_outputs(later), "the blocked tactic was tried again"
+    assert "WrongAndFast 3" not in {step.winners[OP_NAME] for step in later.steps}
 
 
 def test_a_wrong_tactic_passes_unseen_only_when_verification_is_off(tmp_path):
@@ -331,7 +337,7 @@ def test_full_verification_compares_with_a_float32_reference_and_at_bucket_edges
     original = TinyHost.op_probe
     monkeypatch.setattr(TinyHost, "op_probe", lambda self, n: (seen.append(n), original(self, n))[1])
     report = start(tmp_path, verify="full")
-    assert all(step.note is None for step in report.steps)
+    assert not notes_on_outputs(report)
     assert {9, 13, 15} <= set(seen)
 
 
