@@ -18,13 +18,20 @@ FLAGS = ("--tp-size", "2", "--pp-size", "2")
 STAGES = {1: "spawning workers", 0: "joining process groups", 3: "loading the model", 2: "autotune"}
 
 
+def has_reached(info: dict, stage: str) -> bool:
+    """Whether a start is at `stage`, or past it where it was over between two looks."""
+    order = list(STAGES.values())
+    now = info.get("stage")
+    return info.get("status") == "ready" or (now in order and order.index(now) >= order.index(stage))
+
+
 @pytest.mark.parametrize(("victim", "stage"), STAGES.items())
 def test_a_rank_that_is_killed_in_the_start_is_named_and_takes_all_others_with_it(
     start_server, gone, victim, stage
 ):
     server = start_server(*FLAGS, tiny=False)
     server.wait_until("the ranks are there", lambda: len(server.worker_pids()) == 4, 60)
-    server.wait_until(stage, lambda: server.info().get("stage") == stage, 60)
+    server.wait_until(stage, lambda: has_reached(server.info(), stage), 60)
     pids = server.pids()
     os.kill(server.worker_pids()[victim], signal.SIGKILL)
     assert server.wait_exit() == 1
