@@ -40,7 +40,7 @@ def tune(policy: str, context: TuningContext, capacities: Sequence[int]) -> Iter
         entry = knob_file.entry_at(context.knob_cache, kernel.entry_fields(), choice.capacity)
         assert entry is not None, "the kernel did not write the knob-cache entry where it was told to"
         version = knob_file.version_of(context.knob_cache)
-        # All keep rank 0's: an entry names its second, and ranks whose files differ write them again when they are warm.
+        # All keep rank 0's: an entry names its second, and ranks whose files differ would write them again when warm.
         agreement = context.agreement
         answers = agreement.gather(f"MegaMoE winner at {choice.capacity}", [entry, version])
         entry, version = answers[agreement.ranks[0]]
