@@ -113,21 +113,21 @@ class FusedMoE(nn.Module):
             owner, hidden_states, topk_ids, topk_weights, batch.global_num_tokens
         )
 
-    def _route(self, hidden_states: torch.Tensor, balanced: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, hidden_states: torch.Tensor, typical: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `[T, K]` float32 and ids `[T, K]` int32."""
         num_tokens, top_k, device = hidden_states.shape[0], self.shape.top_k, hidden_states.device
         if num_tokens == 0:
             empty = torch.empty((0, top_k), device=device)
             return empty, empty.to(torch.int32)
         topk_weights, topk_ids = self._select_experts(self.gate(hidden_states), top_k, self.renormalize)
-        if balanced:
+        if typical:
             topk_ids = typical_topk_ids(num_tokens, top_k, self.shape.num_experts, device)
         return topk_weights, topk_ids
 
-    def _experts(self, hidden_states: torch.Tensor, balanced: bool) -> torch.Tensor:
+    def _experts(self, hidden_states: torch.Tensor, typical: bool) -> torch.Tensor:
         if hidden_states.shape[0] == 0:
             return hidden_states
-        topk_weights, topk_ids = self._route(hidden_states, balanced)
+        topk_weights, topk_ids = self._route(hidden_states, typical)
         partial = self.runner.run(hidden_states, topk_ids, topk_weights, *self.weights)
         # The ep and moe_tp groups tile the tp group, so one sum over it is the sum over both.
         return self.parallel.tp.all_reduce(partial)

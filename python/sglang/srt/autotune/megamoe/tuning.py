@@ -67,6 +67,10 @@ def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice
         return
     sweep = WorkerSweep(kernel, capacities, workers)
     yield from sweep.run()
+    _note_sweep(context, sweep, workers)
+
+
+def _note_sweep(context: TuningContext, sweep: WorkerSweep, workers: int) -> None:
     context.problems += sweep.problems
     context.timings.update({f"sweep_{name}": seconds for name, seconds in sweep.seconds.items()})
     context.timings |= {"workers": workers, "candidates": sweep.search.num_candidates}
@@ -81,9 +85,7 @@ def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], worker
         sweep = WorkerSweep(kernel, capacities, workers, environment={"MEGA_NO_DIST": "1"}, spec=spec)
         for _ in sweep.run():
             context.agreement.announce("sweeping MegaMoE candidates on one rank")
-        context.problems += sweep.problems
-        context.timings.update({f"sweep_{name}": seconds for name, seconds in sweep.seconds.items()})
-        context.timings |= {"workers": workers, "candidates": sweep.search.num_candidates}
+        _note_sweep(context, sweep, workers)
         order = [[capacity, sweep.search.ranking(capacity)] for capacity in capacities]
     answers = context.agreement.gather("order of MegaMoE candidates", order)
     order = answers[context.agreement.ranks[0]]
