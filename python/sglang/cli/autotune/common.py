@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.autotune.records.document import Document, RejectedFile, printable, read_document
 from sglang.srt.autotune.records.environment import ENVIRONMENT_FIELDS
-from sglang.srt.autotune.records.record import Record, RecordKey, StepEntry, parse_key
+from sglang.srt.autotune.records.record import Record, RecordKey, StepEntry, parsed_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,10 +103,7 @@ def by_op_and_bucket(records: Iterable[Record]) -> list[Record]:
 
 def key_of(record: Record) -> RecordKey | None:
     """The parts of a record's key; None when it is not of FlashInfer's form."""
-    try:
-        return parse_key(record.key)
-    except ValueError:
-        return None
+    return parsed_key(record.key)
 
 
 def op_of(record: Record) -> str:

@@ -22,7 +22,7 @@ from sglang.srt.autotune.records.document import read_json_object
 from sglang.srt.autotune.records.installed import installed_stamp, unknown_fields
 from sglang.srt.autotune.records.merging import merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
-from sglang.srt.autotune.records.record import RecordSet, parse_key, question_of
+from sglang.srt.autotune.records.record import RecordSet, parse_key, parsed_key, question_of
 from sglang.srt.autotune.records.seeds import SeedCatalogue, SeedSelection
 from sglang.srt.autotune.records.store import LoadedRecords, load_file
 from sglang.srt.autotune_config import identity_of, settings_of
@@ -259,17 +259,10 @@ def covered_steps(plan: Plan, records: RecordSet, ops: tuple[str, ...]) -> tuple
     complete = {
         name.split()[-1]
         for name, entry in records.steps.items()
-        if any(_op_of(key) in ops[:1] for key in entry.keys)
+        if any((parsed := parsed_key(key)) and parsed.custom_op in ops[:1] for key in entry.keys)
         and all(question_of(key) in answered for key in entry.keys)
     }
     return tuple(step.name for step in plan.steps if str(step.bucket) in complete)
-
-
-def _op_of(key: str) -> str | None:
-    try:
-        return parse_key(key).custom_op
-    except ValueError:
-        return None
 
 
 def megamoe_capacities(plan: Plan, records: RecordSet) -> tuple[int, ...]:

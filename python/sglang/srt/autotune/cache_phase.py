@@ -22,12 +22,13 @@ from sglang.srt.autotune.records.merging import MergedRecords, materialise, merg
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
 from sglang.srt.autotune.records.record import (
     Record,
-    RecordKey,
     RecordSet,
     StepEntry,
+    bucket_in,
     by_question,
     describe_choice,
     parse_key,
+    parsed_key,
     question_of,
     with_runner,
 )
@@ -130,7 +131,7 @@ class CachePhase:
         if not pinned:
             return ""
         self._store.pass_over(pinned)
-        buckets = " ".join(str(_bucket(key)) for key in sorted(pinned, key=lambda key: _bucket(key) or 0))
+        buckets = " ".join(str(bucket_in(key)) for key in sorted(pinned, key=lambda key: bucket_in(key) or 0))
         return (
             f"; {len(pinned)} of them pinned, which stay in the file beside what is tuned. To let them go: sglang "
             f"autotune pin {self._store.path} --op {unusable.op_name} --bucket {buckets} --off"
@@ -153,7 +154,7 @@ class CachePhase:
         """
         tuned = self._merged.new_in(flashinfer_api.stored_entries())
         self._merged = self._merged.without_buckets(buckets, keep)
-        self._put_in_force([record for record in tuned if _bucket(record.key) not in buckets])
+        self._put_in_force([record for record in tuned if bucket_in(record.key) not in buckets])
 
     def _put_in_force(self, tuned: Iterable[Record]) -> None:
         """Have the tuner hold what was loaded with ``tuned`` on top, one record for each question.
@@ -168,7 +169,7 @@ class CachePhase:
 
     def reject(self, step: Step, reason: str) -> bool:
         """Drop the records that a step's forward cannot run with; False when there are none to blame."""
-        blamed = [record for key, record in self._merged.records.items() if _bucket(key) == step.bucket]
+        blamed = [record for key, record in self._merged.records.items() if bucket_in(key) == step.bucket]
         if not blamed:
             return False
         for source in sorted({record.source for record in blamed}):
@@ -188,7 +189,7 @@ class CachePhase:
         entries = flashinfer_api.stored_entries()
         fresh = [r for r in self._merged.new_in(entries) if r.key not in self._committed]
         self._committed |= {record.key for record in fresh}
-        keys = tuple(sorted(key for key in entries if _bucket(key) == step.bucket))
+        keys = tuple(sorted(key for key in entries if bucket_in(key) == step.bucket))
         entry = StepEntry(step.name, keys, default_ms=report.default_ms, tuned_ms=report.tuned_ms)
         self._store.commit(fresh, steps=[entry])
         self._report.records.tuned += len(fresh)
@@ -212,16 +213,20 @@ class CachePhase:
         That is the first runner of an op of several, whichever runner had won. It is stored as the choice, so that
         later lookups hit it and do not count as fallbacks.
         """
-        first = {op.name: type(op.runners[0]).__name__ for op in self._host.tuned_ops}
+        first = self._first_runners()
         choices = {}
         for key, entry in _entries_at(step.bucket, op_names).items():
             runner = first.get(parse_key(key).custom_op, entry[0])
             choices[with_runner(key, runner)] = [runner, -1, *entry[2:]]
         self.adopt(choices)
 
+    def _first_runners(self) -> dict[str, str]:
+        """By in-tree op, whose default it serves with."""
+        return {op.name: type(op.runners[0]).__name__ for op in self._host.tuned_ops}
+
     def block(self, step: Step, op_names: Collection[str], reason: str) -> None:
         """Note this step's tactics of these ops as wrong, for FlashInfer's tuner at the next start."""
-        first = {op.name: type(op.runners[0]).__name__ for op in self._host.tuned_ops}
+        first = self._first_runners()
         wrong = []
         for key, entry in _entries_at(step.bucket, op_names).items():
             op_name = parse_key(key).custom_op
@@ -247,7 +252,7 @@ class CachePhase:
         """What serves each step, and for those that records covered where these came from and what was measured."""
         by_bucket: dict[int | None, dict[str, list[Any]]] = {}
         for key, entry in flashinfer_api.stored_entries().items():
-            by_bucket.setdefault(_bucket(key), {})[key] = entry
+            by_bucket.setdefault(bucket_in(key), {})[key] = entry
         for step, report in reports.items():
             entries = by_bucket.get(step.bucket, {})
             report.winners = self._winners_in_words(entries)
@@ -340,7 +345,7 @@ def _entries_at(bucket: int, op_names: Collection[str] | None = None) -> dict[st
     """What the tuner holds at a bucket, of these ops or of all."""
     found = {}
     for key, entry in flashinfer_api.stored_entries().items():
-        parsed = _parse(key)
+        parsed = parsed_key(key)
         if (
             parsed is not None
             and parsed.num_tokens == bucket
@@ -348,15 +353,3 @@ def _entries_at(bucket: int, op_names: Collection[str] | None = None) -> dict[st
         ):
             found[key] = entry
     return found
-
-
-def _parse(key: str) -> RecordKey | None:
-    try:
-        return parse_key(key)
-    except ValueError:
-        return None
-
-
-def _bucket(key: str) -> int | None:
-    parsed = _parse(key)
-    return None if parsed is None else parsed.num_tokens

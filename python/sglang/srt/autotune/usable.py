@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.autotune.records.record import Record, RecordKey, describe_tactic, parse_key
+from sglang.srt.autotune.records.record import Record, RecordKey, describe_tactic, parsed_key
 
 #: Tactics of one runner that are named; the rest is counted.
 _MAX_NAMED = 3
@@ -34,7 +34,7 @@ def sort_out(records: Mapping[str, Record], ops: Sequence[Any]) -> tuple[dict[st
     strangers: dict[tuple[str, str], list[Record]] = {}
     without_tactic: dict[tuple[str, str], list[Record]] = {}
     for key, record in records.items():
-        parsed = _parse(key)
+        parsed = parsed_key(key)
         if parsed is None or parsed.custom_op not in runners:
             kept[key] = record
             continue
@@ -76,10 +76,3 @@ def _has_tactic(runner: Any, key: RecordKey, tactic: Any) -> bool:
         return bool(validate(inputs, tactic))
     except Exception:  # shapes that are none: the lookup asks again, if it ever finds this record
         return True
-
-
-def _parse(key: str) -> RecordKey | None:
-    try:
-        return parse_key(key)
-    except ValueError:
-        return None

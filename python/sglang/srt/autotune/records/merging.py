@@ -21,6 +21,7 @@ from sglang.srt.autotune.records.record import (
     Record,
     RecordSet,
     StepEntry,
+    bucket_in,
     by_question,
     parse_key,
     question_of,
@@ -65,7 +66,9 @@ class MergedRecords(RecordSet):
         that was given to all.
         """
         kept = {
-            key: record for key, record in self.records.items() if key in keep or _bucket(key) not in buckets
+            key: record
+            for key, record in self.records.items()
+            if key in keep or bucket_in(key) not in buckets
         }
         return replace(self, records=kept)
 
@@ -151,10 +154,3 @@ def _with_policy(record: Record, policy_for: PolicyFor | None) -> Record:
     except ValueError:
         return record  # not a key of FlashInfer's form: it can never be looked up
     return record if policy is None else replace(record, policy=policy)
-
-
-def _bucket(key: str) -> int | None:
-    try:
-        return parse_key(key).num_tokens
-    except ValueError:
-        return None

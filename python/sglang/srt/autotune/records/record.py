@@ -208,6 +208,20 @@ def parse_key(key: str) -> RecordKey:
     return RecordKey(custom_op, runner, profile, extras_text, extras)
 
 
+def parsed_key(key: str) -> RecordKey | None:
+    """`parse_key`, or None for a text that is no key."""
+    try:
+        return parse_key(key)
+    except ValueError:
+        return None
+
+
+def bucket_in(key: str) -> int | None:
+    """The tokens that a key names; None where it names none or is no key."""
+    parsed = parsed_key(key)
+    return None if parsed is None else parsed.num_tokens
+
+
 @functools.lru_cache(maxsize=8192)
 def _runner_span(key: str) -> tuple[int, int] | None:
     """Where the runner's name stands in a key, quotes included; None when it is no key."""
