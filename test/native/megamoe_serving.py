@@ -1,11 +1,12 @@
-"""MegaMoE served over HTTP on several GPUs (or one): right answers in FP8, and load untuned against tuned.
+"""MegaMoE served over HTTP on several GPUs (or one): right answers in FP8, and load untuned, tuned, and started warm.
 
     python test/native/megamoe_serving.py --gpus 2 [--out report.json] [--pieces eval load] [--layers 48]
 
 `eval` serves the built-in model, its experts quantised to FP8, tuned and untuned, under `run_eval`. `load` serves the
-geometry of Qwen3-30B-A3B with dummy weights under `bench_serving`, with `--disable-flashinfer-autotune` and tuned. Exit
-status 1 when a server does not come up, a score is 0.90 or below, or a request fails. Where the GPUs have no NVLink
-multicast, set the NVSHMEM variables that `docs/megamoe.md` names.
+geometry of Qwen3-30B-A3B with dummy weights under `bench_serving`, with `--disable-flashinfer-autotune` and tuned. Both
+then start the tuned server once more on its records. Exit status 1 when a server does not come up, a score is 0.90 or
+below, a request fails, or a warm start tunes. Where the GPUs have no NVLink multicast, set the NVSHMEM variables that
+`docs/megamoe.md` names. `--device cpu --pieces eval` runs the same over gloo with the reference kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, write_config, writ
 from sglang.srt.utils.network import free_port
 
 PYTHON_PATH = sys.path[0]
-ARMS = {"untuned": ["--disable-flashinfer-autotune"], "tuned": []}
+BACKENDS = {"cuda": "flashinfer_megamoe", "cpu": "reference_megamoe"}
+ARMS = {"untuned": ["--disable-flashinfer-autotune"], "tuned": [], "warm": []}
+RECORDS = {"untuned": "untuned", "tuned": "tuned", "warm": "tuned"}
+"""Arm to the folder of records that it starts on."""
 READY_WITHIN_S, CLIENT_WITHIN_S, STOP_WITHIN_S = 540.0, 200.0, 60.0
 INPUT_LEN, OUTPUT_LEN = 512, 128
 
@@ -38,28 +42,35 @@ INPUT_LEN, OUTPUT_LEN = 512, 128
 class Servers:
     """Starts servers one after the other on the same GPUs, each arm with records of its own."""
 
-    def __init__(self, num_gpus: int, root: Path) -> None:
+    def __init__(self, num_ranks: int, device: str, root: Path) -> None:
         self.root = root
-        self.parallel = [
-            word for flag in ("tp-size", "attn-dp-size", "ep-size") for word in (f"--{flag}", str(num_gpus))
-        ]
+        self.flags = ["--device", device, "--moe-runner-backend", BACKENDS[device]]
+        for flag in ("tp-size", "attn-dp-size", "ep-size"):
+            self.flags += [f"--{flag}", str(num_ranks)]
 
-    def environment(self, name: str) -> dict[str, str]:
+    def environment(self, records: str) -> dict[str, str]:
         python_path = os.pathsep.join(filter(None, [PYTHON_PATH, os.environ.get("PYTHONPATH")]))
-        return {**os.environ, "PYTHONPATH": python_path, "SGLANG_CACHE_DIR": str(self.root / "cache" / name)}
+        return {
+            **os.environ,
+            "PYTHONPATH": python_path,
+            "SGLANG_CACHE_DIR": str(self.root / "cache" / records),
+        }
 
     @contextlib.contextmanager
-    def serving(self, name: str, *flags: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    def serving(self, piece: str, arm: str, *flags: str) -> Iterator[tuple[int, dict[str, Any]]]:
         """A ready server's port, and what is known of its start.
 
         Raises:
-            RuntimeError: it ended or was not ready in time; the message holds the end of its log.
+            RuntimeError: it ended, was not ready in time or tuned though warm; the message holds the end of its log.
         """
-        port, log, began = free_port(), self.root / f"server-{name}.log", time.monotonic()
-        command = [sys.executable, "-m", "sglang.cli.main", "serve", "--port", str(port), *self.parallel]
-        command += ["--moe-runner-backend", "flashinfer_megamoe", *flags]
+        name, port, began = f"{piece}-{arm}", free_port(), time.monotonic()
+        log = self.root / f"server-{name}.log"
+        command = [sys.executable, "-m", "sglang.cli.main", "serve", "--port", str(port), *self.flags]
+        command += [*flags, *ARMS[arm]]
         with open(log, "wb") as stream:
-            process = subprocess.Popen(command, stdout=stream, stderr=stream, env=self.environment(name))
+            process = subprocess.Popen(
+                command, stdout=stream, stderr=stream, env=self.environment(f"{piece}-{RECORDS[arm]}")
+            )
         try:
             while not is_ready(port):
                 if process.poll() is not None or time.monotonic() - began > READY_WITHIN_S:
@@ -67,6 +78,8 @@ class Servers:
                 time.sleep(0.3)
             start_s = time.monotonic() - began
             report = httpx.get(f"http://127.0.0.1:{port}/server_info", timeout=30).json()["autotune"]
+            if arm == "warm" and report["profiles_tuned"] + report["megamoe"]["tuned"]:
+                raise RuntimeError(f"{name}: tuned again:\n{log.read_text(errors='replace')[-4000:]}")
             yield port, {"start_s": round(start_s, 1), "autotune": report}
         finally:
             process.terminate()
@@ -101,16 +114,9 @@ def is_ready(port: int) -> bool:
 def evaluate(servers: Servers) -> list[dict[str, Any]]:
     """Scores of the built-in model in FP8."""
     rows = []
-    for arm, flags in ARMS.items():
-        sizes = [
-            "--max-running-requests",
-            "16",
-            "--chunked-prefill-size",
-            "512",
-            "--max-total-tokens",
-            "32768",
-        ]
-        with servers.serving(f"eval-{arm}", *sizes, *flags) as (port, row):
+    sizes = ["--max-running-requests", "16", "--chunked-prefill-size", "512", "--max-total-tokens", "32768"]
+    for arm in ARMS:
+        with servers.serving("eval", arm, *sizes) as (port, row):
             answers = servers.client("sglang.test.run_eval", port, "--num-examples", "200")
             rows.append({"arm": arm, **row, "score": answers["score"], "failed": answers["score"] <= 0.90})
         print(f"eval {arm:8} ready {row['start_s']:6.1f} s  score {rows[-1]['score']:.3f}", flush=True)
@@ -121,26 +127,19 @@ def load(servers: Servers, layers: int, concurrencies: list[int]) -> list[dict[s
     """Throughput and latencies of dummy weights in Qwen3-30B-A3B's geometry."""
     model = write_config(servers.root / "model", QWEN3_30B_A3B, num_hidden_layers=layers)
     write_tokenizer(model, QWEN3_30B_A3B["vocab_size"])
+    sizes = ["--max-running-requests", str(max(concurrencies)), "--chunked-prefill-size", "2048"]
+    sizes += ["--context-length", "1024", "--model-path", str(model), "--load-format", "dummy"]
     rows = []
-    for arm, flags in ARMS.items():
-        most = max(concurrencies)
-        sizes = [
-            "--max-running-requests",
-            str(most),
-            "--chunked-prefill-size",
-            "2048",
-            "--context-length",
-            "1024",
-        ]
-        model_flags = ["--model-path", str(model), "--load-format", "dummy"]
-        with servers.serving(f"load-{arm}", *model_flags, *sizes, *flags) as (port, start):
+    for arm in ARMS:
+        with servers.serving("load", arm, *sizes) as (port, start):
+            print(f"load {arm:8} ready {start['start_s']:6.1f} s", flush=True)
             for concurrency in concurrencies:
                 words = ["--num-prompts", str(max(4, 2 * concurrency)), "--max-concurrency", str(concurrency)]
                 words += ["--random-input-len", str(INPUT_LEN), "--random-output-len", str(OUTPUT_LEN)]
                 figures = servers.client("sglang.bench_serving", port, *words, "--random-range-ratio", "1")
                 rows.append({"arm": arm, "concurrency": concurrency, **figures, "start": start})
                 print(
-                    f"load {arm:8} ready {start['start_s']:6.1f} s  at {concurrency:4}: "
+                    f"load {arm:8} at {concurrency:4}: "
                     f"{figures['output_throughput']:8.0f} tokens/s  TTFT {figures['median_ttft_ms']:7.1f} ms  "
                     f"TPOT {figures['median_tpot_ms']:6.2f} ms",
                     flush=True,
@@ -152,15 +151,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument(
+        "--gpus", type=int, default=2, help="ranks, each with a GPU of its own unless on the CPU"
+    )
+    parser.add_argument("--device", choices=tuple(BACKENDS), default="cuda")
     parser.add_argument("--pieces", nargs="+", choices=("eval", "load"), default=["eval", "load"])
     parser.add_argument("--layers", type=int, default=QWEN3_30B_A3B["num_hidden_layers"])
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 32])
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
     args = parser.parse_args()
-    results: dict[str, Any] = {"gpus": args.gpus, "layers": args.layers, "problems": []}
+    results: dict[str, Any] = {
+        "gpus": args.gpus,
+        "device": args.device,
+        "layers": args.layers,
+        "problems": [],
+    }
     with tempfile.TemporaryDirectory(prefix="megamoe-serving-") as folder:
-        servers = Servers(args.gpus, Path(folder))
+        servers = Servers(args.gpus, args.device, Path(folder))
         for piece in args.pieces:
             try:
                 results[piece] = (
