@@ -1,4 +1,4 @@
-"""What a failed step is called, and whose failure it was."""
+"""What a failure is called in a log or a report, and whose it was."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ class StepFailed(RuntimeError):
     """A step failed in a forward that other ranks take part in; the start ends, the next leaves it out."""
 
 
-def describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
+def describe(error: BaseException) -> str:
+    """`error` as one line of at most 300 characters: its class, then the first line of what it says, if anything."""
+    first_line = str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *first_line])[:300]
 
 
 def is_peer_failure(error: Exception) -> bool:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from sglang.srt.autotune import flashinfer_api
-from sglang.srt.autotune.profiler import Candidate, Profiler, first_line
+from sglang.srt.autotune.failures import describe
+from sglang.srt.autotune.profiler import Candidate, Profiler
 from sglang.srt.autotune.timer import OpTimer
 
 logger = logging.getLogger(__name__)
@@ -85,14 +86,14 @@ class GpuProfiler(Profiler):
 
     def recover(self, candidate: Candidate, error: Exception) -> None:
         """Give memory back; an error that poisons the context ends the step, with the candidate's name."""
-        logger.debug("%s cannot be measured: %s", candidate.name, first_line(error))
+        logger.debug("%s cannot be measured: %s", candidate.name, describe(error))
         if isinstance(error, torch.cuda.OutOfMemoryError):
             torch.cuda.empty_cache()
         try:
             torch.cuda.synchronize()
         except Exception as lost:
             raise RuntimeError(
-                f"{candidate.name} broke the CUDA context ({first_line(error)}); list it in the file of "
+                f"{candidate.name} broke the CUDA context ({describe(error)}); list it in the file of "
                 f"{flashinfer_api.BLOCKLIST_VARIABLE} to leave it out"
             ) from lost
 
@@ -104,7 +105,7 @@ def compile_in_parallel(jobs: Iterable[Callable[[], None]], num_threads: int) ->
         try:
             job()
         except Exception as error:  # compilers raise all kinds
-            logger.debug("a kernel does not compile: %s", first_line(error))
+            logger.debug("a kernel does not compile: %s", describe(error))
             return False
         return True
 

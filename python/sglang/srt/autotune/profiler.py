@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune.failures import describe
 from sglang.srt.autotune.records.record import describe_tactic
 
 INFINITY = float("inf")
@@ -170,7 +171,7 @@ class Profiler(ABC):
             self.out_of_memory += isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
             count, reason = self.failed.get(
                 type(candidate.runner).__name__,
-                (0, f"tactic {describe_tactic(candidate.tactic)}, {first_line(error)}"),
+                (0, f"tactic {describe_tactic(candidate.tactic)}, {describe(error)}"),
             )
             self.failed[type(candidate.runner).__name__] = (count + 1, reason)
             self.recover(candidate, error)
@@ -200,10 +201,6 @@ class Profiler(ABC):
             rounds.append([self._time_or_infinity(candidates[i], inputs, kwargs, INFINITY) for i in near])
         settled = self.reduce_times([statistics.median(column) for column in zip(*rounds, strict=True)])
         return [dict(zip(near, settled, strict=True)).get(i, t) for i, t in enumerate(times)]
-
-
-def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
 
 
 def choose(times: Sequence[float], margin: float = Profiler.margin) -> int:

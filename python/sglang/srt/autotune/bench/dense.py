@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from sglang.srt.autotune import flashinfer_api
 from sglang.srt.autotune.bench.bounds import measure_bounds
+from sglang.srt.autotune.failures import describe
 from sglang.srt.autotune.timer import OpTimer
 
 logger = logging.getLogger(__name__)
@@ -81,8 +82,7 @@ def _measure_backend(
         with flashinfer_api.observed(), flashinfer_api.only_defaults(("bf16_gemm",)):
             default_us = _us(run, timer)
     except Exception as failure:  # whatever a backend lacks: a module, a shape, a library
-        reason = (str(failure) or type(failure).__name__).strip().splitlines()[0][:120]
-        return {f"{backend}_note": f"{type(failure).__name__}: {reason}"}
+        return {f"{backend}_note": describe(failure)}
     return {f"{backend}_us": default_us, f"{backend}_tuned_us": tuned_us, f"{backend}_error": error}
 
 

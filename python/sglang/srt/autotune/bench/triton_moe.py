@@ -28,12 +28,12 @@ from sglang.srt.autotune.bench.geometry import QWEN3_30B_A3B, WIDE_SHARE, shape_
 from sglang.srt.autotune.bench.one_layer import OneLayer, tune
 from sglang.srt.autotune.bench.results import provenance
 from sglang.srt.autotune.bench.tables import ratio, table
+from sglang.srt.autotune.failures import describe
 from sglang.srt.autotune.timer import OpTimer
 from sglang.srt.layers.moe.base import MoEShape
 from sglang.srt.layers.moe.registry import create_moe_runner
 from sglang.srt.layers.moe.triton_grouped import Space, TritonGroupedMoE
 from sglang.srt.layers.moe.triton_grouped.launches import Inputs, Planner
-from sglang.srt.utils.errors import first_line
 from sglang.srt.utils.logs import setup_logging
 
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
@@ -123,7 +123,7 @@ class Bench:
             try:
                 job()
             except Exception as error:  # whatever Triton, ptxas or the driver raise: the candidate is out
-                errors[repr(job)] = f"{type(error).__name__}: {first_line(error)}"
+                errors[repr(job)] = describe(error)
             return time.monotonic() - began
 
         began = time.monotonic()
@@ -251,8 +251,8 @@ class Checked:
                 raise ArithmeticError(f"{100 * distance:.2f}% from torch_grouped")
             self.times.append((tactic, self._bench.measure_us(run)))
         except Exception as error:  # one candidate's failure is a line of the result
-            self.errors.append((tactic, f"{type(error).__name__}: {first_line(error)}"))
-            logger.warning("%d tokens: %s: %s", self._inputs[0].shape[0], tactic, first_line(error))
+            self.errors.append((tactic, describe(error)))
+            logger.warning("%d tokens: %s: %s", self._inputs[0].shape[0], tactic, describe(error))
 
     def float32_error(self, tactic: Any) -> float:
         """Distance of some rows of the result from float32, in relative norm."""
