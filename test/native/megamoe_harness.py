@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 import torch
 import torch.distributed as dist
 
-from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune import flashinfer_api, flashinfer_moe_ep
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.megamoe.bench import ReplayTimer
 from sglang.srt.autotune.megamoe.context import TuningContext, collective_reference
@@ -40,7 +40,7 @@ from sglang.srt.autotune.megamoe.kernels.base import (
     MegaInputs,
     MegaMoEKernel,
 )
-from sglang.srt.autotune.megamoe.kernels.flashinfer import HopperFp8MegaMoE
+from sglang.srt.autotune.megamoe.kernels.flashinfer import HopperFp8MegaMoE, HopperFp8Owner
 from sglang.srt.autotune.megamoe.kernels.fp8_bench import random_weights
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
@@ -122,7 +122,7 @@ class Bench:
 
     def references(self, workspace: Any) -> int:
         if self.on_gpu:
-            return flashinfer_api.megamoe_pool_references(workspace)
+            return flashinfer_moe_ep.pool_references(workspace)
         return pooled_workspace_refcount(workspace.buffers)
 
     def profiles(self, weights: list[Any]) -> MegaMoEProfiles:
@@ -188,6 +188,7 @@ def lifecycle(bench: Bench) -> None:
     bench.check("the environment is as before", before == dict(os.environ))
     results = check_results(bench, profiles, weights)
     if bench.on_gpu:
+        check_direct(bench, profiles)
         check_capture(bench, profiles)
     check_overflow(bench, profiles)
     check_references(bench, profiles)
@@ -254,6 +255,17 @@ def check_results(
             "results match the quantised float reference", error < bench.kernel.tolerance, f"{error:.1e}"
         )
     return outputs
+
+
+def check_direct(bench: Bench, profiles: MegaMoEProfiles) -> None:
+    """Every workspace was found to give the same directly as by FlashInfer's forward, bit by bit."""
+    direct = [
+        owner.launches_directly(workspace)
+        for number, owner in enumerate(profiles.owners)
+        for workspace in profiles.workspaces(number)
+        if isinstance(owner, HopperFp8Owner)
+    ]
+    bench.check("every workspace is launched directly", bool(direct) and all(direct), f"{sum(direct)}")
 
 
 def check_capture(bench: Bench, profiles: MegaMoEProfiles) -> None:

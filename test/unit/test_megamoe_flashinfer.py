@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune import flashinfer_moe_ep
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
 from sglang.srt.autotune.megamoe.inputs import routed_inputs
 from sglang.srt.autotune.megamoe.kernels.base import Geometry, MegaInputs
@@ -112,7 +112,7 @@ def test_candidates_are_flashinfers_with_its_default_first_and_variants_complete
             and len(screened) == 15
             and all(knobs in reached for knobs in candidates)
         )
-        assert all(flashinfer_api.hopper_megamoe_is_valid(knobs) for knobs in reached)
+        assert all(flashinfer_moe_ep.hopper_is_valid(knobs) for knobs in reached)
         assert {knobs["fp8_accum_mode"] for knobs in candidates} == {"1xacc"}
 
 
@@ -248,9 +248,9 @@ def test_references_are_counted_where_flashinfer_keeps_them():
     # A layer on a GPU would stand here; 0.7.4 asks its kernel for the workspace's knobs.
     buffers, layer = object(), MagicMock()
     handle = MoEEpMegaWorkspace(layer, FleetParams(8, 4, 64), buffers)
-    assert flashinfer_api.megamoe_pool_references(handle) == 0
+    assert flashinfer_moe_ep.pool_references(handle) == 0
     for expected in (1, 2):
         acquire_workspace(("a key",), lambda: buffers)
-        assert flashinfer_api.megamoe_pool_references(handle) == expected
+        assert flashinfer_moe_ep.pool_references(handle) == expected
     assert [release_workspace(buffers), release_workspace(buffers)] == [False, True]
-    assert flashinfer_api.megamoe_pool_references(handle) == 0
+    assert flashinfer_moe_ep.pool_references(handle) == 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flashinfer.moe_ep import MoEEpConfigError
 
-from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune import flashinfer_moe_ep
 from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.megamoe import knob_file
 from sglang.srt.autotune.megamoe.env_guard import KNOB_CACHE_VARIABLE, environment, scratch_knob_cache
@@ -113,6 +113,18 @@ def test_the_report_says_what_was_tuned_and_what_it_gained(profiles):
     json.dumps(report)
 
 
+def test_what_a_warm_up_remarks_is_said_once_for_all_layers(profiles, monkeypatch, caplog):
+    warmup = reference_layer.ReferenceMegaLayer.warmup
+
+    def remarking(self, inputs=None, *, workspace=None):
+        warmup(self, inputs, workspace=workspace)
+        return None if workspace is None or workspace.max_tokens_per_rank != 8 else "it is slower here"
+
+    monkeypatch.setattr(reference_layer.ReferenceMegaLayer, "warmup", remarking)
+    assert stage(profiles).problems == ["capacity 8: it is slower here"]
+    assert caplog.text.count("MegaMoE at capacity 8: it is slower here") == 1
+
+
 def test_records_hold_the_native_payload(profiles, kernel):
     records = MemoryRecords()
     stage(profiles, records, capacities=(2, 8))
@@ -205,9 +217,7 @@ def test_flashinfer_reads_the_knob_cache_that_is_written_here_and_the_reverse(tm
     small = {"mma_tiler_mnk": (256, 32, 128), "swap_ab": True}
     large = {"mma_tiler_mnk": (128, 16, 128), "swap_ab": False}
     for capacity, knobs in ((8, small), (64, large)):
-        flashinfer_api.hopper_megamoe_record(
-            knobs, **fields, max_tokens=capacity, p50_us=50.0, source="autotune"
-        )
+        flashinfer_moe_ep.hopper_record(knobs, **fields, max_tokens=capacity, p50_us=50.0, source="autotune")
     # A start stores entries as FlashInfer wrote them, and hands them back one by one under the same version.
     entries, version = [knob_file.entry_at(path, fields, c) for c in (8, 64)], knob_file.version_of(path)
     path.unlink()
@@ -215,7 +225,7 @@ def test_flashinfer_reads_the_knob_cache_that_is_written_here_and_the_reverse(tm
         assert entry is not None
         knob_file.restore(path, [json.loads(json.dumps(entry))], version)
     for capacity, expected in ((1, small), (8, small), (9, large), (64, large), (65, large)):
-        assert flashinfer_api.hopper_megamoe_lookup(**fields, max_tokens=capacity) == expected
+        assert flashinfer_moe_ep.hopper_lookup(**fields, max_tokens=capacity) == expected
         assert knob_file.lookup(path, fields, capacity) == expected
     assert knob_file.lookup(path, {**fields, "topk": 4}, 8) is None
     assert knob_file.entry_at(path, fields, 64)["p50_us"] == 50.0

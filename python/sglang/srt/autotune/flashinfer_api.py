@@ -1,4 +1,4 @@
-"""Every use of FlashInfer beyond its documented entry points, in one place.
+"""Every use of FlashInfer beyond its documented entry points, in one place; `flashinfer_moe_ep` has those of MegaMoE.
 
 The stage needs a few things that no public name gives: which lookups fell back, what the environment
 stamp is, the winners in file form, a way to file a winner measured elsewhere. Each function says what it
@@ -426,62 +426,3 @@ def _jit_logger() -> logging.Logger:
     from flashinfer.jit.core import logger
 
     return logger
-
-
-def hopper_megamoe_candidates(capacity: int, scale_mode: str) -> list[dict[str, Any]]:
-    """All knob dicts that FlashInfer's own SM90 sweep tries at a capacity, its default first.
-
-    Leans on the kernel package's `hopper_fp8_candidates`: no public name lists them.
-    """
-    return [
-        dict(knobs)
-        for knobs in _hopper().hopper_fp8_candidates(fp8_scale_mode=scale_mode, max_tokens=capacity)
-    ]
-
-
-def hopper_megamoe_default(capacity: int, scale_mode: str) -> dict[str, Any]:
-    """The SM90 knobs without a knob cache. Leans on the kernel package's `default_knobs`."""
-    return dict(_hopper().default_knobs(capacity, fp8_scale_mode=scale_mode))
-
-
-def hopper_megamoe_is_valid(knobs: dict[str, Any]) -> bool:
-    """Whether the SM90 kernel can be compiled with these knobs. Leans on the kernel package's `is_valid`."""
-    return bool(_hopper().is_valid(knobs))
-
-
-def hopper_megamoe_record(knobs: dict[str, Any], **entry: Any) -> None:
-    """Write a knob-cache entry in the installed version's format (0.7.4 has more key fields).
-
-    Leans on the kernel package's `record_knobs`; arguments that this version does not know are left out.
-    """
-    record = _hopper().record_knobs
-    known = inspect.signature(record).parameters
-    record(knobs, **{name: value for name, value in entry.items() if name in known})
-
-
-def hopper_megamoe_lookup(**entry: Any) -> dict[str, Any] | None:
-    """What an SM90 workspace with ``knobs=None`` takes from the knob cache; None when nothing matches.
-
-    Leans on the kernel package's `lookup_knobs`.
-    """
-    lookup_knobs = _hopper().lookup_knobs
-    known = inspect.signature(lookup_knobs).parameters
-    found = lookup_knobs(**{name: value for name, value in entry.items() if name in known})
-    return None if found is None else dict(found)
-
-
-def megamoe_pool_references(workspace: Any) -> int:
-    """Layers that share the buffers behind a public workspace handle.
-
-    Leans on `flashinfer.moe_ep.core.kernel.workspace_pool` and the handle's backend workspace, for tests and reports
-    only: nothing public tells whether layers share.
-    """
-    from flashinfer.moe_ep.core.kernel.workspace_pool import pooled_workspace_refcount
-
-    return int(pooled_workspace_refcount(workspace._backend_workspace))
-
-
-def _hopper() -> Any:
-    from flashinfer.moe_ep.kernel_src.sm90 import pull_style_cutedsl_megakernel
-
-    return pull_style_cutedsl_megakernel

@@ -7,6 +7,7 @@ changes while the engine serves.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from sglang.srt.autotune.megamoe.kernels.base import (
     Owner,
     Workspace,
 )
+
+logger = logging.getLogger(__name__)
 
 #: Knobs of the workspaces that are open in this process, with the number of ladders that hold them. It mirrors the
 #: kernels' process-wide pool: a workspace that is pooled keeps its knobs, so a second ladder must keep them too.
@@ -78,10 +81,14 @@ class MegaMoEProfiles:
         present, count = _OPEN.get(_place(self.kernel, capacity), (knobs, 0))
         _OPEN[_place(self.kernel, capacity)] = (present, count + 1)
 
-    def warm(self, capacity: int, inputs: MegaInputs) -> None:
-        """Compile and run every owner once at this capacity; collective."""
-        for owner, workspace in zip(self.owners, self._opened[capacity], strict=True):
-            owner.warmup(inputs, workspace=workspace)
+    def warm(self, capacity: int, inputs: MegaInputs | None) -> list[str]:
+        """Compile and run every owner once at this capacity; collective. Returns what a report should say of it."""
+        pairs = zip(self.owners, self._opened[capacity], strict=True)
+        said = [owner.warmup(inputs, workspace=workspace) for owner, workspace in pairs]
+        remarks = sorted({remark for remark in said if remark is not None})
+        for remark in remarks:
+            logger.warning("MegaMoE at capacity %d: %s", capacity, remark)
+        return remarks
 
     def freeze(self, *, tuned: bool) -> None:
         """From here on forwards pick among what is open; nothing is opened or closed until `close`."""
@@ -97,8 +104,7 @@ class MegaMoEProfiles:
         """One workspace of the bootstrap capacity with the kernel's default knobs, for an engine that does not tune."""
         with scratch_knob_cache(self.kernel.required_environment()):
             self.create(self.bootstrap_capacity, None)
-            for owner, workspace in zip(self.owners, self._opened[self.bootstrap_capacity], strict=True):
-                owner.warmup(inputs, workspace=workspace)
+            self.warm(self.bootstrap_capacity, inputs)
         self.freeze(tuned=False)
 
     def abandon(self) -> None:

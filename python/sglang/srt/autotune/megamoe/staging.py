@@ -211,7 +211,8 @@ class _Staging:
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         self._none_may_fail(f"whether the MegaMoE workspace for {capacity} tokens is open", problem)
-        profiles.warm(capacity, self._inputs(capacity))
+        for remark in profiles.warm(capacity, self._inputs(capacity)):
+            self.report.problems.append(f"capacity {capacity}: {remark}")
         self._count(winner, time.monotonic() - began)
         self.on_capacity(capacity)
 

@@ -97,8 +97,8 @@ class Owner(ABC):
         """Open a workspace; one per capacity. Raises when that capacity is open already or in a capture."""
 
     @abstractmethod
-    def warmup(self, inputs: MegaInputs | None = None, *, workspace: Workspace | None = None) -> None:
-        """Compile and run once, so that `forward` may be captured."""
+    def warmup(self, inputs: MegaInputs | None = None, *, workspace: Workspace | None = None) -> str | None:
+        """Compile and run once, so that `forward` may be captured; gives what a report should say of it, or None."""
 
     @abstractmethod
     def forward(self, inputs: MegaInputs, *, workspace: Workspace | None = None) -> torch.Tensor:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from sglang.srt.autotune import flashinfer_api
+from sglang.srt.autotune import flashinfer_api, flashinfer_moe_ep
 from sglang.srt.autotune.megamoe import knob_file
 from sglang.srt.autotune.megamoe.kernels.base import (
     BenchSpec,
@@ -28,6 +29,7 @@ from sglang.srt.autotune.megamoe.kernels.base import (
     Owner,
     Workspace,
 )
+from sglang.srt.autotune.megamoe.kernels.fp8_launch import DirectLaunch, direct_launch
 from sglang.srt.autotune.megamoe.kernels.fp8_reference import blockwise_fp8_moe
 from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 
@@ -47,8 +49,9 @@ class FlashInferOwner(Owner):
         workspace: Workspace = self.layer.create_workspace(max_tokens_per_rank)
         return workspace
 
-    def warmup(self, inputs: MegaInputs | None = None, *, workspace: Any = None) -> None:
+    def warmup(self, inputs: MegaInputs | None = None, *, workspace: Any = None) -> str | None:
         self.layer.warmup(None if inputs is None else self._bundle(inputs), workspace=workspace)
+        return None
 
     def forward(self, inputs: MegaInputs, *, workspace: Any = None) -> torch.Tensor:
         # A view of the workspace lasts until the next launch on it, which is the next layer's: long enough.
@@ -68,6 +71,40 @@ class FlashInferOwner(Owner):
         if inputs.output is not None and self._takes_output:
             optional["output"] = inputs.output
         return self._tensors(inputs.hidden_states, inputs.topk_ids, inputs.topk_weights, **optional)
+
+
+class HopperFp8Owner(FlashInferOwner):
+    """Launches on its own workspaces directly, where that gives what FlashInfer's `forward` gives."""
+
+    def __init__(self, layer: Any, tensors: Any, weights: Any) -> None:
+        super().__init__(layer, tensors, {})
+        self._weights = weights
+        self._direct: dict[int, DirectLaunch] = {}  # by id of the workspace, which each of them holds
+
+    def warmup(self, inputs: MegaInputs | None = None, *, workspace: Any = None) -> str | None:
+        super().warmup(inputs, workspace=workspace)
+        if inputs is None or inputs.output is not None or workspace is None:
+            return None
+        public = partial(super().forward, inputs, workspace=workspace)
+        launch = direct_launch(self._weights, workspace, inputs, public)
+        if isinstance(launch, str):
+            return f"launches go through FlashInfer's forward, which is slower: {launch}"
+        self._direct[id(workspace)] = launch
+        return None
+
+    def launches_directly(self, workspace: Any) -> bool:
+        """Whether forwards on a workspace leave FlashInfer's out, which stages and launches with more host work."""
+        return id(workspace) in self._direct
+
+    def forward(self, inputs: MegaInputs, *, workspace: Any = None) -> torch.Tensor:
+        direct = self._direct.get(id(workspace))
+        if direct is None or inputs.output is not None or workspace.is_destroyed:
+            return super().forward(inputs, workspace=workspace)
+        return direct(inputs)
+
+    def destroy(self) -> None:
+        self._direct.clear()
+        super().destroy()
 
 
 class FlashInferMegaMoE(MegaMoEKernel):
@@ -135,7 +172,10 @@ class FlashInferMegaMoE(MegaMoEKernel):
                 self._config(knobs), preprocess_weights=False, transformed_weights=self._transformed(weights)
             ),
         )
-        return FlashInferOwner(layer, MoEEpTensors, self._scales(weights))
+        return self._owner(layer, MoEEpTensors, weights)
+
+    def _owner(self, layer: Any, tensors: Any, weights: Any) -> FlashInferOwner:
+        return FlashInferOwner(layer, tensors, self._scales(weights))
 
     def prepare_weights(self, w13: torch.Tensor, w2: torch.Tensor) -> Any:
         from flashinfer.moe_ep import MoEWeightPack
@@ -227,11 +267,16 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
             fp8_scale_mode=self.scale_mode,
         )
 
+    def _owner(self, layer: Any, tensors: Any, weights: Any) -> FlashInferOwner:
+        if self.options.in_kernel_fc2_reduce:  # its sums have no fixed order: two ways could not be compared
+            return super()._owner(layer, tensors, weights)
+        return HopperFp8Owner(layer, tensors, self._transformed(weights))
+
     def default_knobs(self, capacity: int) -> Knobs:
-        return flashinfer_api.hopper_megamoe_default(capacity, self.scale_mode)
+        return flashinfer_moe_ep.hopper_default(capacity, self.scale_mode)
 
     def candidates(self, capacity: int) -> list[Knobs]:
-        return flashinfer_api.hopper_megamoe_candidates(capacity, self.scale_mode)
+        return flashinfer_moe_ep.hopper_candidates(capacity, self.scale_mode)
 
     def screened(self, capacity: int) -> list[Knobs]:
         """One candidate for each launch geometry."""
@@ -258,7 +303,7 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
                 isinstance(value, tuple) and len(value) == 3 and all(type(part) is int for part in value)
             ):
                 raise ValueError(f"knob {name} is not three integers")
-        if not flashinfer_api.hopper_megamoe_is_valid(restored):
+        if not flashinfer_moe_ep.hopper_is_valid(restored):
             raise ValueError("the kernel cannot be compiled with these knobs")
         return restored
 
@@ -266,12 +311,12 @@ class HopperFp8MegaMoE(FlashInferMegaMoE):
         return {**super().entry_fields(), "dtype": self.kind, "fp8_scale_mode": self.scale_mode}
 
     def record(self, knobs: Knobs, capacity: int, time_us: float | None, source: str) -> None:
-        flashinfer_api.hopper_megamoe_record(
+        flashinfer_moe_ep.hopper_record(
             knobs, **self.entry_fields(), max_tokens=capacity, p50_us=time_us, source=source
         )
 
     def recorded(self, capacity: int) -> Knobs | None:
-        return flashinfer_api.hopper_megamoe_lookup(**self.entry_fields(), max_tokens=capacity)
+        return flashinfer_moe_ep.hopper_lookup(**self.entry_fields(), max_tokens=capacity)
 
     def float_reference(self, weights: Any, inputs: MegaInputs, first_expert: int = 0) -> torch.Tensor:
         return blockwise_fp8_moe(weights, inputs, first_expert)
