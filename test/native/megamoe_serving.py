@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +111,11 @@ def is_ready(port: int) -> bool:
     return False
 
 
-def evaluate(servers: Servers) -> list[dict[str, Any]]:
+def evaluate(servers: Servers, arms: Sequence[str]) -> list[dict[str, Any]]:
     """Scores of the built-in model in FP8."""
     rows = []
     sizes = ["--max-running-requests", "16", "--chunked-prefill-size", "512", "--max-total-tokens", "32768"]
-    for arm in ARMS:
+    for arm in arms:
         with servers.serving("eval", arm, *sizes) as (port, row):
             answers = servers.client("sglang.test.run_eval", port, "--num-examples", "200")
             rows.append({"arm": arm, **row, "score": answers["score"], "failed": answers["score"] <= 0.90})
@@ -123,14 +123,16 @@ def evaluate(servers: Servers) -> list[dict[str, Any]]:
     return rows
 
 
-def load(servers: Servers, layers: int, concurrencies: list[int]) -> list[dict[str, Any]]:
+def load(
+    servers: Servers, arms: Sequence[str], layers: int, concurrencies: list[int]
+) -> list[dict[str, Any]]:
     """Throughput and latencies of dummy weights in Qwen3-30B-A3B's geometry."""
     model = write_config(servers.root / "model", QWEN3_30B_A3B, num_hidden_layers=layers)
     write_tokenizer(model, QWEN3_30B_A3B["vocab_size"])
     sizes = ["--max-running-requests", str(max(concurrencies)), "--chunked-prefill-size", "2048"]
     sizes += ["--context-length", "1024", "--model-path", str(model), "--load-format", "dummy"]
     rows = []
-    for arm in ARMS:
+    for arm in arms:
         with servers.serving("load", arm, *sizes) as (port, start):
             print(f"load {arm:8} ready {start['start_s']:6.1f} s", flush=True)
             for concurrency in concurrencies:
@@ -156,6 +158,13 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=tuple(BACKENDS), default="cuda")
     parser.add_argument("--pieces", nargs="+", choices=("eval", "load"), default=["eval", "load"])
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=tuple(ARMS),
+        default=list(ARMS),
+        help="a warm start needs a tuned one before it",
+    )
     parser.add_argument("--layers", type=int, default=QWEN3_30B_A3B["num_hidden_layers"])
     parser.add_argument("--concurrencies", type=int, nargs="+", default=[1, 16, 32])
     parser.add_argument("--out", type=Path, help="file for the results as JSON")
@@ -170,9 +179,10 @@ def main() -> int:
         servers = Servers(args.gpus, args.device, Path(folder))
         for piece in args.pieces:
             try:
-                results[piece] = (
-                    evaluate(servers) if piece == "eval" else load(servers, args.layers, args.concurrencies)
-                )
+                if piece == "eval":
+                    results[piece] = evaluate(servers, args.arms)
+                else:
+                    results[piece] = load(servers, args.arms, args.layers, args.concurrencies)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"FAILED {piece}: {error}", flush=True)
                 results["problems"].append(f"{piece}: {error}")
