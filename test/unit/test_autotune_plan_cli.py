@@ -121,6 +121,32 @@ def test_a_wrong_flag_is_one_line(capsys, monkeypatch, flags, words):
     assert error.startswith(f"sglang autotune plan: error: {words}") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "name", "words"),
+    [
+        (["--gpu", "H200"], "trtllm::fused_moe::gem1", "did you mean trtllm::fused_moe::gemm1?"),
+        (["--device", "cpu"], "sglang::reference_moe", "did you mean sglang::moe?"),
+        (["--device", "cpu"], "flashinfer_megamoe", "the ops are sglang::moe"),
+        (
+            ["--device", "cpu", "--moe-runner-backend", "torch_grouped"],
+            "sglang::moe",
+            "nothing can be tuned",
+        ),
+    ],
+)
+def test_a_skipped_op_that_nothing_asks_for_is_a_warning_with_what_was_meant(capsys, flags, name, words):
+    assert main(["plan", *QWEN3, *flags, "--flashinfer-autotune-skip-ops", name]) == 0
+    error = capsys.readouterr().err
+    line = f"--flashinfer-autotune-skip-ops {name}: no kernel here asks for such an op; {words}\n"
+    assert error.endswith(f"WARNING: {line}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("names", [["sglang::moe", "trtllm::fused_moe::gemm2"], ["sglang::moe"]])
+def test_a_skipped_op_of_the_plan_is_no_warning(capsys, names):
+    assert main(["plan", *QWEN3, "--gpu", "H200", "--flashinfer-autotune-skip-ops", *names]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_gpu_models_are_known_by_short_and_by_driver_names():
     assert gpu_named("rtx-pro-6000").sm == "sm120"
     assert gpu_named("NVIDIA GB200").capability == (10, 0)

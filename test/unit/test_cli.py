@@ -113,6 +113,20 @@ def test_occupied_port_names_the_flag():
             bind_http_socket("127.0.0.1", port)
 
 
+def test_serve_warns_once_of_a_skipped_op_that_no_kernel_asks_for(capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as busy:  # the start ends there, before any process
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        main(["serve", "--device", "cpu", "--port", port, "--flashinfer-autotune-skip-ops", "sglang::meo"])
+    warning, end = capsys.readouterr().err.splitlines()
+    assert warning.endswith(
+        "WARNING: --flashinfer-autotune-skip-ops sglang::meo: no kernel here asks for such an op; "
+        "did you mean sglang::moe?"
+    )
+    assert f"--port {port} is in use" in end
+
+
 def test_port_is_taken_as_soon_as_it_is_bound():
     with bind_http_socket("127.0.0.1", free_port()) as first:
         with pytest.raises(ValueError, match="is in use"):

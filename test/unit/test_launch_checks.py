@@ -4,7 +4,7 @@ import pytest
 
 from sglang.srt import launch_checks
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.launch_checks import check_launch
+from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
 from sglang.srt.server_args import ServerArgs
 
 
@@ -40,3 +40,32 @@ def test_the_cpu_and_auto_pass():
 def test_with_a_driver_nothing_is_assumed(monkeypatch):
     monkeypatch.setattr(launch_checks, "has_nvidia_driver", lambda: True)
     check(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [
+        ({}, ["sglang::meo", "flashinfer_megamoe"]),
+        (
+            {"moe_runner_backend": "reference"},
+            ["sglang::meo", "flashinfer_megamoe", "trtllm::fused_moe::gemm1"],
+        ),
+        (
+            {"moe_a2a_backend": "reference_megamoe"},
+            ["sglang::moe", "sglang::meo", "trtllm::fused_moe::gemm1"],
+        ),
+    ],
+)
+def test_a_start_warns_of_skipped_ops_that_no_backend_of_these_flags_asks_for(caplog, flags, warned):
+    names = ["sglang::moe", "sglang::meo", "flashinfer_megamoe", "trtllm::fused_moe::gemm1"]
+    args = ServerArgs(flashinfer_autotune_skip_ops=names, **flags)
+    warn_of_unknown_ops(args, args.moe_runner_backends)
+    assert [record.args[0] for record in caplog.records] == warned
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("capability", [None, (9, 0), (10, 0)])
+@pytest.mark.parametrize("name", ["auto", "torch_grouped", "reference_megamoe"])
+def test_the_backend_of_every_device_is_among_those_that_a_start_checks(device, capability, name):
+    args = ServerArgs(moe_runner_backend=name)
+    assert args.moe_runner_backend_on(device, capability, "bfloat16") in args.moe_runner_backends

@@ -443,6 +443,13 @@ class ServerArgs:
             return self.attention_backend
         return "flashinfer" if device == "cuda" else "torch_native"
 
+    @property
+    def moe_runner_backends(self) -> tuple[str, ...]:
+        """Those that `moe_runner_backend_on` may give where device and dtype are not known yet."""
+        if self.megamoe_backend is None and self.moe_runner_backend == "auto":
+            return ("reference", "portfolio", "flashinfer_cutlass")
+        return (self.moe_runner_backend_on("cpu"),)
+
     def moe_runner_backend_on(
         self, device: str, capability: tuple[int, int] | None = None, dtype: str | None = None
     ) -> str:

@@ -16,6 +16,7 @@ from sglang.srt.autotune.plan import Limits
 from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
+from sglang.srt.launch_checks import warn_of_unknown_ops
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_rules import check_backends
 from sglang.srt.utils.logs import setup_logging
@@ -47,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
     config = read_model_config(args, device)
     check_parallel_sizes(args, config)
     preview = with_estimate(make_preview(args, config, gpu))
+    warn_of_unknown_ops(args, [preview.device["moe_runner_backend"]])
     if own.json:
         json.dump(preview.to_json(), sys.stdout, indent=2)
         print()

@@ -16,7 +16,7 @@ from sglang.cli.autotune.tune_rank import run_rank
 from sglang.cli.errors import INTERRUPTED, START_ERROR
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
-from sglang.srt.launch_checks import check_launch
+from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
 from sglang.srt.managers.launch_plan import plan_launch
 from sglang.srt.managers.launcher import WorkerGroup
 from sglang.srt.server_args import ServerArgs
@@ -46,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--disable-flashinfer-autotune leaves nothing to do here: leave it out")
     check_launch(args, read_model_config(args))
     setup_logging(args.log_level)
+    warn_of_unknown_ops(args, args.moe_runner_backends)
     try:
         # Graphs do not change what is tuned, and nobody will replay them.
         reports = run_ranks(dataclasses.replace(args, disable_cuda_graph=True))

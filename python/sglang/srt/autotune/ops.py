@@ -6,6 +6,9 @@ this table, since it must not import torch.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 #: The name under which MegaMoE profiles are skipped; FlashInfer's AutoTuner is never asked for it.
 MEGAMOE_OP = "flashinfer_megamoe"
 
@@ -23,6 +26,18 @@ TUNABLE_OPS: dict[str, tuple[str, ...]] = {
 def tunable_ops(moe_runner_backend: str) -> tuple[str, ...]:
     """The ops of a backend (already resolved from ``auto``); empty when nothing of it is tunable."""
     return TUNABLE_OPS.get(moe_runner_backend, ())
+
+
+def unknown_ops(names: Iterable[str], moe_runner_backends: Iterable[str]) -> dict[str, str]:
+    """Those of ``names`` that none of these backends asks for, each with words on what they do ask for."""
+    asked = sorted({op for backend in moe_runner_backends for op in tunable_ops(backend)})
+    words = {}
+    for name in names:
+        if name not in asked:
+            near = difflib.get_close_matches(name, asked, n=1)
+            ops = f"the ops are {', '.join(asked)}" if asked else "nothing can be tuned"
+            words[name] = f"did you mean {near[0]}?" if near else ops
+    return words
 
 
 def asks_the_tuner(op_names: tuple[str, ...]) -> bool:

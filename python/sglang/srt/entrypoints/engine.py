@@ -30,7 +30,7 @@ from sglang.srt.entrypoints.openai.errors import ApiError
 from sglang.srt.entrypoints.services import Services
 from sglang.srt.entrypoints.status_routes import server_info_of
 from sglang.srt.flags import flag_fields, flag_name
-from sglang.srt.launch_checks import check_launch
+from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
 from sglang.srt.managers.generation import EngineError
 from sglang.srt.managers.ipc import private_endpoints
 from sglang.srt.managers.launch_plan import plan_launch
@@ -65,6 +65,7 @@ class Engine:
         self._plan = plan_launch(self.server_args)
         if len(self._plan.ranks) != self.server_args.world_size:
             raise ValueError("an Engine starts all its ranks itself: use `sglang serve` for several machines")
+        warn_of_unknown_ops(self.server_args, self.server_args.moe_runner_backends)
         self._loop = asyncio.new_event_loop()
         self._lock, self._is_over = threading.Lock(), False  # whether the loop takes no more work
         self._started: concurrent.futures.Future[Services] = concurrent.futures.Future()

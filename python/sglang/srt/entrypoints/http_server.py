@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.engine_status import EngineStatus
 from sglang.srt.entrypoints.follower import Follower
 from sglang.srt.entrypoints.metrics import ServingMetrics
 from sglang.srt.entrypoints.services import Services
-from sglang.srt.launch_checks import check_launch
+from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
 from sglang.srt.managers.ipc import Endpoints, private_endpoints
 from sglang.srt.managers.launch_plan import LaunchPlan, plan_launch
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -46,6 +46,7 @@ def launch_server(server_args: ServerArgs) -> int:
     if not plan.serves_http:
         with private_endpoints() as endpoints:
             return asyncio.run(Follower(server_args, plan, endpoints).run())
+    warn_of_unknown_ops(server_args, server_args.moe_runner_backends)
     with bind_http_socket(server_args.host, server_args.port) as listener:
         # From here on the port is taken: until somebody listens, a second server could bind it as well.
         listener.listen(2048)
