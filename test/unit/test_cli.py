@@ -12,6 +12,7 @@ import pytest
 
 from sglang.cli import docs
 from sglang.cli.main import COMMANDS, main
+from sglang.srt import launch_checks
 from sglang.srt.utils.network import bind_http_socket, free_port
 from sglang.version import __version__
 
@@ -76,6 +77,29 @@ def test_wrong_flag_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--moe-runner-backend", "flashinfer_megamoe"],
+            "--moe-runner-backend flashinfer_megamoe needs a GPU: use reference_megamoe with --device cpu",
+        ),
+        (
+            ["--device", "cuda"],
+            "--device cuda: this machine shows no GPU; use --device cpu or leave --device out",
+        ),
+        (["--model-path", "/no/such"], "--model-path /no/such: there is no such directory"),
+        (["--tp-size", "3"], "--tp-size must divide the model's attention heads (got 3 and 4)"),
+    ],
+)
+def test_a_flag_that_this_machine_or_model_cannot_do_is_exit_code_2_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str
+):
+    monkeypatch.setattr(launch_checks, "has_nvidia_driver", lambda: False)
+    assert main(["serve", *arguments]) == 2
+    assert capsys.readouterr().err == f"sglang serve: error: {line}\n"
+
+
+@pytest.mark.parametrize(
     ("command", "prog"),
     [
         (["-m", "sglang.cli.main", "serve"], "sglang serve"),
@@ -118,7 +142,8 @@ def test_serve_warns_once_of_a_skipped_op_that_no_kernel_asks_for(capsys: pytest
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
-        main(["serve", "--device", "cpu", "--port", port, "--flashinfer-autotune-skip-ops", "sglang::meo"])
+        flags = ["--device", "cpu", "--port", port, "--flashinfer-autotune-skip-ops", "sglang::meo"]
+        assert main(["serve", *flags]) == 1, "a port that is taken is no wrong flag"
     warning, end = capsys.readouterr().err.splitlines()
     assert warning.endswith(
         "WARNING: --flashinfer-autotune-skip-ops sglang::meo: no kernel here asks for such an op; "

@@ -25,10 +25,17 @@ def test_a_gpu_that_is_not_there_is_named_at_once():
 
 
 @pytest.mark.parametrize(
-    "flags", [{"moe_runner_backend": "flashinfer_cutlass"}, {"attention_backend": "flashinfer"}]
+    "flags",
+    [
+        {"moe_runner_backend": "flashinfer_cutlass"},
+        {"moe_runner_backend": "flashinfer_megamoe"},
+        {"moe_a2a_backend": "flashinfer_megamoe"},
+        {"attention_backend": "flashinfer"},
+    ],
 )
 def test_gpu_kernels_need_a_gpu_also_where_the_device_is_left_out(flags):
-    with pytest.raises(ValueError, match="needs a GPU"):
+    ((name, value),) = flags.items()
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {value} needs a GPU"):
         check(**flags)
 
 

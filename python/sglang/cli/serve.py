@@ -12,7 +12,9 @@ PROG = "sglang serve"
 
 
 def main(argv: Sequence[str], prog: str = PROG) -> int:
-    """Serve until stopped. Returns 2 for a wrong flag, 1 when the start or a worker fails, 0 after a clean stop."""
+    """Serve until stopped. Returns 2 for a flag that is wrong in itself or for this model or machine, 1 when the start
+    or a worker fails, 0 after a clean stop.
+    """
     setup_logging()
     try:
         server_args = prepare_server_args(argv, prog)
@@ -21,12 +23,16 @@ def main(argv: Sequence[str], prog: str = PROG) -> int:
         return USAGE_ERROR
     setup_logging(server_args.log_level)
 
-    from sglang.srt.entrypoints.http_server import launch_server  # after the flags: this imports much
+    # After the flags: this imports much.
+    from sglang.srt.entrypoints.http_server import launch_server, prepare_launch
 
+    refused = USAGE_ERROR
     try:
-        return int(launch_server(server_args) or 0)
+        model_config, plan = prepare_launch(server_args)
+        refused = START_ERROR  # the flags are right; a port, say, may be free at the next attempt
+        return int(launch_server(server_args, model_config, plan) or 0)
     except (ValueError, OSError) as error:
         report_error(prog, error)
-        return START_ERROR
+        return refused
     except KeyboardInterrupt:
         return INTERRUPTED

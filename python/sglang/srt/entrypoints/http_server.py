@@ -1,7 +1,8 @@
 """The server's main process: HTTP first, then the workers; and at the end the workers first, then HTTP.
 
-`launch_server` tells the whole story. One future, `_Server._end`, holds how it ends: whoever resolves it first (a
-signal, the engine that fails, or HTTP) decides the exit code.
+`launch_server` tells the whole story, after `prepare_launch` has found nothing wrong with the flags. One future,
+`_Server._end`, holds how it ends: whoever resolves it first (a signal, the engine that fails, or HTTP) decides the exit
+code.
 """
 
 from __future__ import annotations
@@ -35,14 +36,21 @@ from sglang.srt.utils.network import bind_http_socket
 logger = logging.getLogger(__name__)
 
 
-def launch_server(server_args: ServerArgs) -> int:
-    """Serve until a signal or a failure. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 after a failure.
+def prepare_launch(server_args: ServerArgs) -> tuple[ModelConfig, LaunchPlan]:
+    """What `launch_server` needs beside the flags.
 
-    Raises `ValueError` for a wrong argument, an occupied port included, before any process is started.
+    Raises `ValueError` that names the flag when the model or this machine cannot do what the flags ask.
     """
     model_config = read_model_config(server_args)
     check_launch(server_args, model_config)
-    plan = plan_launch(server_args)
+    return model_config, plan_launch(server_args)
+
+
+def launch_server(server_args: ServerArgs, model_config: ModelConfig, plan: LaunchPlan) -> int:
+    """Serve until a signal or a failure. Returns the exit code: 0 after SIGTERM or Ctrl-C, 1 after a failure.
+
+    Raises `ValueError` for an address or a port that cannot be had, before any process is started.
+    """
     if not plan.serves_http:
         with private_endpoints() as endpoints:
             return asyncio.run(Follower(server_args, plan, endpoints).run())
