@@ -185,4 +185,23 @@ def test_ranks_try_everything_where_the_single_rank_sweep_came_to_nothing():
     sweep = LockstepSweep(context, {1: [other], 2: []})  # type: ignore[arg-type]
     assert sweep._candidates(1, None) == [default, other]
     assert sweep._candidates(2, None) == ScriptedKernel(num_tiles=3).candidates(2)
-    assert sweep._candidates(4, [other]) == [default, other], "without an order: what did best before"
+    assert sweep._candidates(4, [other]) == [default, other], "without any: what did best before"
+
+
+@pytest.mark.parametrize(("gain", "expected"), [(0.02, 1), (0.05, 3)])
+def test_ranks_try_only_the_fastest_where_a_sweep_gains_little_on_the_default(gain, expected):
+    """Each candidate of a lock-step sweep is compiled by all ranks, one after the other."""
+
+    def answer(capacity, knobs):
+        return 100.0 if knobs["tile"] == 0 else 100 * (1 - gain) + knobs["tile"] - 1 + knobs["minor"] / 10
+
+    search = LadderSearch(ScriptedKernel(), (1, 8))
+    play(search, answer=answer)
+    contenders = search.contenders(8)
+    assert len(contenders) == expected and contenders[0] == {"tile": 1, "minor": 0}
+
+
+def test_a_sweep_that_came_to_nothing_names_no_contenders():
+    search = LadderSearch(ScriptedKernel(), (1, 8))
+    play(search, answer=lambda capacity, knobs: Outcome(0, 1.0, 0.5, 0.0, "wrong"))
+    assert search.contenders(8) == []

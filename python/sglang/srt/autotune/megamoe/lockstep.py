@@ -2,7 +2,7 @@
 
 Worker processes cannot take part in the ranks' symmetric memory, so candidates are compiled one after the other in
 the serving processes: about 5 s each on an H200 (two ranks, both compiling). To keep a ladder affordable the list is
-short: where the kernel has a single-rank bench, its order decides which candidates are tried; else the first capacity
+short: where the kernel has a single-rank bench, its sweep decides which candidates are tried; else the first capacity
 tries all of them and its neighbours only what did best.
 """
 
@@ -21,21 +21,23 @@ from sglang.srt.autotune.megamoe.sweep_search import Choice, knobs_key
 FIRST_REPEATS, MORE_REPEATS = 3, 12
 #: A candidate this much slower than the best so far is not timed any longer.
 HOPELESS = 1.3
-#: The first three of a single-rank sweep lie within 1-2% (measured on an H200); each further one compiles for seconds.
-NUM_INHERITED, NUM_ORDERED = 4, 3
+NUM_INHERITED = 4
 
 
 class LockstepSweep:
     """Tunes capacity by capacity; all ranks iterate together.
 
     Args:
-        order: by capacity, candidates in the order of a single-rank sweep; only the first few are tried.
+        contenders: by capacity, what a single-rank sweep found worth trying, fastest first.
     """
 
-    def __init__(self, context: TuningContext, order: Mapping[int, Sequence[Knobs]] | None = None) -> None:
+    def __init__(
+        self, context: TuningContext, contenders: Mapping[int, Sequence[Knobs]] | None = None
+    ) -> None:
         self._context, self._kernel, self._agreement = context, context.profiles.kernel, context.agreement
         budget_s = CPU_BUDGET_S if context.agreement.is_alone else math.inf
-        self._timer, self._order = ReplayTimer(self._kernel.device, cpu_budget_s=budget_s), order or {}
+        self._timer = ReplayTimer(self._kernel.device, cpu_budget_s=budget_s)
+        self._contenders = contenders or {}
 
     def tune(self, capacities: Sequence[int]) -> Iterator[Choice]:
         inherited: list[Knobs] | None = None
@@ -49,8 +51,8 @@ class LockstepSweep:
 
     def _candidates(self, capacity: int, inherited: list[Knobs] | None) -> list[Knobs]:
         kernel, default = self._kernel, self._kernel.default_knobs(capacity)
-        if ranking := self._order.get(capacity):  # empty where the single-rank sweep came to nothing
-            rest = list(ranking)[:NUM_ORDERED]
+        if contenders := self._contenders.get(capacity):  # empty where the single-rank sweep came to nothing
+            rest = list(contenders)
         elif inherited:
             rest = inherited + kernel.variants(inherited[0])
         else:

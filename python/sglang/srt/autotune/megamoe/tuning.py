@@ -57,8 +57,9 @@ def _sweep(context: TuningContext, capacities: Sequence[int]) -> Iterator[Choice
     if kernel.uses_workers and not multiprocessing.current_process().daemon:
         workers = num_workers(kernel, context.free_bytes())
     if not alone:
-        order = _order_of_one_rank(context, capacities, workers) if kernel.device.type == "cuda" else None
-        yield from LockstepSweep(context, order).tune(capacities)
+        on_gpu = kernel.device.type == "cuda"
+        contenders = _contenders_of_one_rank(context, capacities, workers) if on_gpu else None
+        yield from LockstepSweep(context, contenders).tune(capacities)
         return
     if workers == 0:
         if kernel.uses_workers:
@@ -76,9 +77,9 @@ def _note_sweep(context: TuningContext, sweep: WorkerSweep, workers: int) -> Non
     context.timings |= {"workers": workers, "candidates": sweep.search.num_candidates}
 
 
-def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], workers: int) -> Any:
-    """Rank 0 sweeps with its own experts alone; its order of candidates is taken by all."""
-    order: list[list[Any]] | None = None
+def _contenders_of_one_rank(context: TuningContext, capacities: Sequence[int], workers: int) -> Any:
+    """Rank 0 sweeps with its own experts alone; all ranks try what it found worth trying."""
+    found: list[list[Any]] | None = None
     kernel = context.profiles.kernel
     if context.agreement.rank == context.agreement.ranks[0] and workers:
         spec = kernel.bench()
@@ -86,13 +87,13 @@ def _order_of_one_rank(context: TuningContext, capacities: Sequence[int], worker
         for _ in sweep.run():
             context.agreement.announce("sweeping MegaMoE candidates on one rank")
         _note_sweep(context, sweep, workers)
-        order = [[capacity, sweep.search.ranking(capacity)] for capacity in capacities]
-    answers = context.agreement.gather("order of MegaMoE candidates", order)
-    order = answers[context.agreement.ranks[0]]
-    if order is None:
+        found = [[capacity, sweep.search.contenders(capacity)] for capacity in capacities]
+    answers = context.agreement.gather("MegaMoE candidates worth trying", found)
+    found = answers[context.agreement.ranks[0]]
+    if found is None:
         return None
     # JSON made lists of tuples; the kernel's check turns them back.
-    return {capacity: [kernel.check_knobs(knobs) for knobs in ranking] for capacity, ranking in order}
+    return {capacity: [kernel.check_knobs(knobs) for knobs in contenders] for capacity, contenders in found}
 
 
 def _tune_natively(context: TuningContext, capacities: Sequence[int]) -> Iterator[Winner]:
