@@ -87,6 +87,7 @@ def sample_report(hostile: str = "cublas_version: saved 13.1.0, current 13.2.0")
         records=RecordCounts(
             seeded=2,
             tuned=36,
+            unused=[f"2 user records of an::op, {hostile}"],
             rejected=[
                 {"source": "user", "path": "/cache/r.json", "kind": "environment", "reason": hostile},
                 {"source": "given", "path": "/given.json", "kind": "entry", "reason": hostile},

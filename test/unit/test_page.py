@@ -61,6 +61,7 @@ def test_the_page_shows_every_part_of_a_report():
         "NVIDIA H200",
         "fp8_gemm: is it spelled right?",
         "prefill 1 was left out",
+        "2 user records of an::op",
     ):
         assert words in reader.words, words
     assert "svg" in reader.tags

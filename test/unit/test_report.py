@@ -110,7 +110,12 @@ def test_the_command_prints_outcome_steps_and_every_reason(tmp_path, capsys):
     assert text.startswith("FlashInfer autotune completed in 11.23 s: 36 profiles tuned in 18 steps")
     assert "prefill 4096" in text and "3.00x" in text
     assert "capacity 16: tuned, 64.0 us against 71.3 us" in text
-    for reason in ("rejected: because [so]", "seed other not used: sm: saved", "fallback at prefill 512"):
+    for reason in (
+        "rejected: because [so]",
+        "unused: 2 user records of an::op, because [so]",
+        "seed other not used: sm: saved",
+        "fallback at prefill 512",
+    ):
         assert reason in text
 
 

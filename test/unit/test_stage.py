@@ -140,6 +140,19 @@ def test_without_reuse_nothing_is_loaded_and_the_users_file_stays_as_it_is(tmp_p
     assert start(tmp_path).profiles_tuned == 0
 
 
+def test_records_of_an_op_that_is_gone_are_counted_apart_and_stay_in_the_file(tmp_path):
+    first = start(tmp_path)
+    document = json.loads(open(first.cache_path).read())
+    old = {key.replace(OP_NAME, "sglang::reference_moe"): document[key] for key in stored_keys(first)}
+    del document["_generation"]
+    open(first.cache_path, "w").write(json.dumps(document | old))
+    report = start(tmp_path)
+    assert report.profiles_tuned == 0 and report.records.user == 5
+    words = "5 user records of sglang::reference_moe, which no kernel here asks for"
+    assert report.records.unused == [words]
+    assert old.keys() <= stored_keys(report)
+
+
 def test_prefill_can_be_left_out(tmp_path):
     assert names(start(tmp_path, include_prefill=False)) == STEPS[:3]
 

@@ -112,6 +112,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     steps = [(step["phase"], step["num_tokens"], step.get("note")) for step in report["steps"]]
     notes = [f"{names}: {note}" for names, note in notes_of(steps)]
     notes += [f"rejected: {item['reason']}" for item in report["records"]["rejected"]]
+    notes += [f"unused: {words}" for words in report["records"].get("unused", [])]
     notes += [
         f"seed {s['name']} not used: {'; '.join(s['reasons'])}" for s in report["seeds"] if not s["used"]
     ]

@@ -17,7 +17,7 @@ from sglang.srt.autotune.blocklist import Blocklist
 from sglang.srt.autotune.host import Host
 from sglang.srt.autotune.plan import Phase, Step, step_name
 from sglang.srt.autotune.records.cache_key import RankPlace, safe_part
-from sglang.srt.autotune.records.document import records_from_entries
+from sglang.srt.autotune.records.document import printable, records_from_entries
 from sglang.srt.autotune.records.merging import MergedRecords, materialise, merge_sources
 from sglang.srt.autotune.records.placement import cache_path_of, sm_name
 from sglang.srt.autotune.records.record import (
@@ -41,7 +41,7 @@ from sglang.srt.autotune.usable import Unusable, sort_out
 
 logger = logging.getLogger(__name__)
 
-#: Rejected entries of one file, or superseded records, that are named one by one.
+#: Rejected entries of one file, superseded records or unused ops that are named one by one.
 _MAX_PROBLEMS = 20
 AnyRecordSet = TypeVar("AnyRecordSet", bound=RecordSet)
 _SOURCE_WORDS = {"seed": "seeded", "user": "user", "given": "given", "tuned": "tuned"}
@@ -105,10 +105,18 @@ class CachePhase:
         )
         records_superseded = [item.words() for item in self._merged.overridden]
         self._report.records.superseded += _first_few(records_superseded, "more records yielded to others")
-        counts = self._merged.count_by_source()
-        records = self._report.records
-        records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
+        self._count_loaded()
         self._load_into_tuner(self._merged)
+
+    def _count_loaded(self) -> None:
+        """Count by source what kernels here may ask for; the rest, as of an older version's ops, is told in words."""
+        counts, records, unused = self._merged.count_by_source(), self._report.records, []
+        for (source, op), count in self._merged.count_of_other_ops(self._host.op_names).items():
+            counts[source] -= count
+            held = f"{count} {_SOURCE_WORDS[source]} record{'s' * (count != 1)}"
+            unused.append(f"{held} of {printable(op, 80)}, which no kernel here asks for")
+        records.seeded, records.user, records.given = counts["seed"], counts["user"], counts["given"]
+        records.unused += _first_few(unused, "more ops that no kernel here asks for")
 
     def _usable_of(self, source: str, layer: AnyRecordSet) -> AnyRecordSet:
         """Without records that the ops could not serve with here: no lookup would ask for them, or accept them."""

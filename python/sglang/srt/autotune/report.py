@@ -71,7 +71,8 @@ class FallbackReport:
 class RecordCounts:
     """Records by where they came from; `rejected` are those of files that are not used, see `rejections`.
 
-    `superseded` says in words which record yielded to another one with the same question.
+    `superseded` says in words which record yielded to another one with the same question, and `unused` how many were
+    loaded that no kernel here asks for, which count nowhere else.
     """
 
     seeded: int = 0
@@ -80,6 +81,7 @@ class RecordCounts:
     tuned: int = 0
     rejected: list[dict[str, str]] = field(default_factory=list)
     superseded: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
 
 @dataclass

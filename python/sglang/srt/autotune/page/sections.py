@@ -234,6 +234,7 @@ def records(report: Report) -> Html:
     if not counts or not _ran(report):
         return _NOTHING
     words = {name: counts.get(name, 0) for name in ("seeded", "user", "given", "tuned")}
+    unused = counts.get("unused", [])
     rejected = [
         (item.get("source"), item.get("kind", ""), item.get("reason")) for item in counts.get("rejected", [])
     ]
@@ -248,6 +249,7 @@ def records(report: Report) -> Html:
     return section(
         "Records",
         pairs({**words, "kept at": report.get("cache_path") or "memory only"}),
+        join(tag("h3", "Unused"), *[tag("p", item) for item in unused]) if unused else None,
         join(tag("h3", "Rejected"), table(("source", "kind", "reason"), rejected)) if rejected else None,
         join(tag("h3", "Seeds for this model"), table(("seed", "", "why not"), seeds)) if seeds else None,
     )

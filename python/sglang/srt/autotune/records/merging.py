@@ -24,6 +24,7 @@ from sglang.srt.autotune.records.record import (
     bucket_in,
     by_question,
     parse_key,
+    parsed_key,
     question_of,
 )
 
@@ -58,6 +59,13 @@ class MergedRecords(RecordSet):
         """How many records each kind of source contributed; ``seed``, ``user`` and ``given`` are always there."""
         counts = Counter(record.source for record in self.records.values())
         return {source: counts[source] for source in ("seed", "user", "given")}
+
+    def count_of_other_ops(self, op_names: Collection[str]) -> dict[tuple[str, str], int]:
+        """How many records there are by source and op, for ops that are none of ``op_names``."""
+        keys = ((record.source, parsed_key(key)) for key, record in self.records.items())
+        return Counter(
+            (source, key.custom_op) for source, key in keys if key and key.custom_op not in op_names
+        )
 
     def without_buckets(self, buckets: Collection[int], keep: Collection[str] = ()) -> MergedRecords:
         """The same without the records of these token buckets, except the keys in ``keep``.
