@@ -182,6 +182,37 @@ def test_the_kernels_that_a_choice_names_can_be_compiled_before_it_runs():
     assert kernels.compiled == [(4, ("few", 1))]
 
 
+@pytest.mark.parametrize("shape", [SHAPE, GPT_OSS])
+def test_a_frozen_choice_is_the_tuners_at_every_number_of_tokens(shape):
+    runner, weights = registry.create_moe_runner("portfolio", shape), moe_weights(shape, CPU)
+
+    def inputs(num_tokens: int) -> list[torch.Tensor]:
+        return op_inputs(shape, *moe_inputs(shape, num_tokens, CPU), weights)
+
+    for num_tokens in (2, 16, 64):
+        flashinfer_api.file_winner(
+            OP_NAME, runner.op.runners[2], runner.op.config, inputs(num_tokens), ("few", 1)
+        )
+    expected = [runner.op.choose(inputs(n)) for n in range(1, 65)]
+    assert 0 < sum(tactic == ("few", 1) for _, tactic in expected) < 64
+    runner.freeze()
+    asked: list[tuple[TunableRunner, object]] = []
+    for one in runner.op.runners:
+        one.forward = lambda inputs, tactic=-1, one=one, **rest: asked.append((one, tactic)) or inputs[0]
+    for n in range(1, 65):
+        runner.run(*moe_inputs(shape, n, CPU), *weights)
+    assert asked == expected
+
+
+def test_a_frozen_op_asks_the_tuner_nothing(monkeypatch):
+    runner, weights = registry.create_moe_runner("portfolio", SHAPE), moe_weights(SHAPE, CPU)
+    before = runner.run(*moe_inputs(SHAPE, 4, CPU), *weights)
+    runner.freeze()
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoTuner, "get", lambda *args: pytest.fail("the tuner was asked"))
+        assert torch.equal(runner.run(*moe_inputs(SHAPE, 4, CPU), *weights), before)
+
+
 def test_memory_is_set_aside_for_what_is_kept_and_for_one_call():
     runner = registry.create_moe_runner("portfolio", SHAPE)
     kept = runner.op.runners[1].reserved_bytes()

@@ -6,6 +6,7 @@ Real pools and scheduler, and a model of random weights, on the CPU; `Client` st
 from __future__ import annotations
 
 import pytest
+from flashinfer.autotuner import AutoTuner
 
 from sglang.srt.configs.model_config import BUILTIN_MODEL_PATH
 from sglang.srt.environ import envs
@@ -82,7 +83,10 @@ def serve(overlap: bool = False, **flags) -> Client:
     client = Client()
     with envs.SGLANG_OVERLAP_SCHEDULE_ON_CPU.override(overlap):
         scheduler = create_scheduler(runner, client)
-    scheduler.run()
+    with pytest.MonkeyPatch.context() as patch:
+        # What was chosen by now serves: FlashInfer's lookup would take a lock in every layer.
+        patch.setattr(AutoTuner, "get", lambda *args: pytest.fail("serving asked the tuner"))
+        scheduler.run()
     return client
 
 

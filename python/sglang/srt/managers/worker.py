@@ -109,6 +109,7 @@ def _serve(server_args: ServerArgs, place: WorkerPlace, channel: WorkerChannel) 
 def create_scheduler(runner: ModelRunner, channel: WorkerChannel) -> Scheduler:
     """The scheduler of one rank over its `runner`; only the first rank uses `channel`."""
     args, parallel = runner.server_args, runner.parallel
+    runner.moe_runner.freeze()  # nothing tunes any more
     sync = RankSync(parallel, channel)
     overlap = args.overlaps_schedule_on(runner.device.type)
     if runner.device.type == "cuda" and not overlap and not args.disable_overlap_schedule:

@@ -98,6 +98,21 @@ def op_inputs(
     return inputs
 
 
+def shapes_of_op_inputs(shape: MoEShape, num_tokens: int) -> list[torch.Tensor]:
+    """`op_inputs` of `num_tokens` tokens without memory behind them."""
+    experts, hidden, inner = shape.num_local_experts, shape.hidden_size, shape.intermediate_size
+
+    def weights(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=shape.dtype, device="meta")
+
+    ids = torch.empty(num_tokens, shape.top_k, dtype=torch.int32, device="meta")
+    biases = (weights(experts, 2 * inner), weights(experts, hidden)) if shape.has_bias else ()
+    experts_of_layer = ExpertWeights(
+        weights(experts, 2 * inner, hidden), weights(experts, hidden, inner), *biases
+    )
+    return op_inputs(shape, weights(num_tokens, hidden), ids, ids.float(), experts_of_layer)
+
+
 def tuning_key(inputs: Sequence[torch.Tensor], activation: MoEActivation) -> tuple[Any, ...]:
     """What a tuned choice depends on beside the shapes of ``inputs`` (those of `op_inputs`).
 
@@ -140,6 +155,10 @@ class MoERunner(ABC):
     ) -> list[Callable[[], None]]:
         """What a call with these arguments would compile first, as jobs for any thread; nothing is launched."""
         return []
+
+    def freeze(self) -> None:
+        """Called once after the start: what was chosen by then serves, and need not be looked up in the AutoTuner."""
+        return
 
     @abstractmethod
     def run(

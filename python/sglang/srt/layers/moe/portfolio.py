@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from flashinfer.autotuner import OptimizationProfile, TunableRunner
 
-from sglang.srt.layers.moe.base import ExpertWeights, MoERunner, MoEShape, op_inputs, tuning_key
+from sglang.srt.layers.moe.base import (
+    ExpertWeights,
+    MoERunner,
+    MoEShape,
+    op_inputs,
+    shapes_of_op_inputs,
+    tuning_key,
+)
 from sglang.srt.layers.moe.flashinfer_cutlass import FlashInferCutlassMoERunner
 from sglang.srt.layers.moe.torch_grouped import TorchGroupedMoERunner
 from sglang.srt.layers.moe.tuned_op import TunedOp
@@ -62,6 +70,9 @@ class TunedMoERunner(MoERunner):
         weights: ExpertWeights,
     ) -> list[Callable[[], None]]:
         return self.op.compile_jobs(op_inputs(self.shape, hidden_states, topk_ids, topk_weights, weights))
+
+    def freeze(self) -> None:
+        self.op.freeze(partial(shapes_of_op_inputs, self.shape))
 
 
 class _OnGpu(TunedMoERunner):
