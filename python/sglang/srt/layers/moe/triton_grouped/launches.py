@@ -80,6 +80,8 @@ class Planner:
             "num_experts": shape.num_local_experts,
             "top_k": shape.top_k,
         }
+        #: By address and block. A descriptor holds its weights, so an address here belongs to no others.
+        self._descriptors: dict[tuple[Any, ...], TensorDescriptor] = {}
         activation = shape.activation
         self._activation = {
             "alpha": float(activation.alpha),
@@ -104,18 +106,18 @@ class Planner:
         return [
             Launch(
                 first_gemv,
-                (num_slots, triton.cdiv(shape.intermediate_size, first[1])),
+                (num_slots, _ceil_div(shape.intermediate_size, first[1])),
                 (inputs.x, inputs.w13, inputs.b13, inputs.ids, act),
                 {**self._sizes, **self._activation, **_blocks(first), "overlaps": self._overlaps},
             ),
             Launch(
                 second_gemv,
-                (inputs.num_tokens, triton.cdiv(shape.hidden_size, second[1])),
+                (inputs.num_tokens, _ceil_div(shape.hidden_size, second[1])),
                 (act, inputs.w2, self._b2(inputs), inputs.ids, inputs.weights, out),
                 {
                     **self._sizes,
                     **_blocks(second),
-                    "slot_block": triton.next_power_of_2(shape.top_k),
+                    "slot_block": _next_power_of_2(shape.top_k),
                     "waits": self._overlaps,
                     **_may_start_early(self._overlaps),
                 },
@@ -146,7 +148,7 @@ class Planner:
                 (inputs.ids, *tables, num_slots, num_blocks),
                 {
                     "num_experts": shape.num_local_experts,
-                    "expert_block": triton.next_power_of_2(shape.num_local_experts),
+                    "expert_block": _next_power_of_2(shape.num_local_experts),
                     "slot_block": _ALIGN_BLOCK,
                     "block_m": block_m,
                     "overlaps": self._overlaps,
@@ -155,16 +157,16 @@ class Planner:
             ),
             Launch(
                 first_tiles,
-                (num_blocks * triton.cdiv(shape.intermediate_size, first[1]),),
-                (inputs.x, _weights(inputs.w13, first), inputs.b13, *tables, act, inputs.num_tokens),
+                (num_blocks * _ceil_div(shape.intermediate_size, first[1]),),
+                (inputs.x, self._weights(inputs.w13, first), inputs.b13, *tables, act, inputs.num_tokens),
                 {**tiles, **self._activation, **_blocks(first), **_sides(first)},
             ),
             Launch(
                 second_tiles,
-                (num_blocks * triton.cdiv(shape.hidden_size, second[1]),),
+                (num_blocks * _ceil_div(shape.hidden_size, second[1]),),
                 (
                     act,
-                    _weights(inputs.w2, second),
+                    self._weights(inputs.w2, second),
                     self._b2(inputs),
                     inputs.weights,
                     *tables,
@@ -181,13 +183,13 @@ class Planner:
         block = 256 if inputs.num_tokens <= 64 else 1024
         return Launch(
             sum_parts,
-            (inputs.num_tokens, triton.cdiv(shape.hidden_size, block)),
+            (inputs.num_tokens, _ceil_div(shape.hidden_size, block)),
             (parts, inputs.ids, out),
             {
                 "hidden": shape.hidden_size,
                 "num_experts": shape.num_local_experts,
                 "top_k": shape.top_k,
-                "part_block": triton.next_power_of_2(shape.top_k),
+                "part_block": _next_power_of_2(shape.top_k),
                 "block_n": block,
                 "num_warps": block // 256,
                 "waits": self._overlaps,
@@ -197,6 +199,29 @@ class Planner:
 
     def _b2(self, inputs: Inputs) -> torch.Tensor | None:
         return inputs.b2 if self._shape.adds_output_bias else None
+
+    def _weights(self, weights: torch.Tensor, config: Config) -> Any:
+        """`weights` as the kernel of `config` takes them: themselves, or a descriptor of all experts' rows."""
+        kind, *block = config[:3]
+        if kind not in (DOT_TMA, SWAP_TMA):
+            return weights
+        key = (weights.data_ptr(), weights.shape, *block)
+        descriptor = self._descriptors.get(key)
+        if descriptor is None:
+            descriptor = TensorDescriptor.from_tensor(weights.view(-1, weights.shape[2]), block)
+            self._descriptors[key] = descriptor
+        return descriptor
+
+
+# In plain numbers: Triton's own versions are made for kernels too and take microseconds, in every launch.
+
+
+def _ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def _next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 def _may_start_early(waits: bool) -> dict[str, Any]:
@@ -211,11 +236,3 @@ def _blocks(config: Config) -> dict[str, Any]:
 
 def _sides(config: Config) -> dict[str, Any]:
     return {"swaps": config[0] in (SWAP, SWAP_TMA), "is_tma": config[0] in (DOT_TMA, SWAP_TMA)}
-
-
-def _weights(weights: torch.Tensor, config: Config) -> Any:
-    """`weights` as the kernel of `config` takes them: themselves, or a descriptor of all experts' rows."""
-    kind, block_n, block_k = config[:3]
-    if kind not in (DOT_TMA, SWAP_TMA):
-        return weights
-    return TensorDescriptor.from_tensor(weights.view(-1, weights.shape[2]), [block_n, block_k])
