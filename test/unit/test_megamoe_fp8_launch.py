@@ -70,6 +70,9 @@ class Device:
         self.factor, self.fails_at = 2.0, ""
 
     # FlashInfer's layer
+    def create_workspace(self, max_tokens_per_rank: int) -> Workspace:
+        return Workspace(max_tokens_per_rank)
+
     def warmup(self, tensors: Any, *, workspace: Any) -> None:
         pass
 
@@ -185,6 +188,14 @@ def test_a_destroyed_layer_keeps_no_buffers(device):
     before = device.direct_launches
     layer.forward(inputs(), workspace=workspace)
     assert device.direct_launches == before
+
+
+def test_buffers_of_a_destroyed_workspace_are_let_go_when_another_is_opened(device):
+    layer, workspace = owner(device), Workspace()
+    layer.warmup(inputs(), workspace=workspace)
+    workspace.is_destroyed = True
+    layer.create_workspace(8)
+    assert not layer.launches_directly(workspace)
 
 
 def test_more_tokens_than_the_workspace_holds_are_refused(device):

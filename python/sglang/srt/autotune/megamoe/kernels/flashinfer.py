@@ -81,6 +81,11 @@ class HopperFp8Owner(FlashInferOwner):
         self._weights = weights
         self._direct: dict[int, DirectLaunch] = {}  # by id of the workspace, which each of them holds
 
+    def create_workspace(self, max_tokens_per_rank: int) -> Workspace:
+        for key in [key for key, launch in self._direct.items() if launch.workspace.is_destroyed]:
+            del self._direct[key]  # or its buffers would stay
+        return super().create_workspace(max_tokens_per_rank)
+
     def warmup(self, inputs: MegaInputs | None = None, *, workspace: Any = None) -> str | None:
         super().warmup(inputs, workspace=workspace)
         if inputs is None or inputs.output is not None or workspace is None:

@@ -77,7 +77,8 @@ def stage(
     """Quantise `T` rows of a launch and write them, with their routing, into the buffers of `C` rows.
 
     Args:
-        hidden_states: `[T, H]` BF16 with rows that are contiguous, `T` at most `C` and maybe 0; `H` a multiple of 128.
+        hidden_states: `[T, H]` BF16, `T` at most `C` and maybe 0; `H` a multiple of 128. Rows of this and the next two
+            are contiguous.
         topk_ids: `[T, K]` integer, global expert numbers.
         topk_weights: `[T, K]` floating.
         payload: `[C, H]` FP8 e4m3, contiguous like all buffers.
@@ -85,6 +86,7 @@ def stage(
         ids: `[C, K]` int64; -1 in rows from `T` on.
         shares: `[C, K]` float32.
     """
+    assert hidden_states.stride(1) == topk_ids.stride(1) == topk_weights.stride(1) == 1
     num_blocks, top_k = payload.shape[1] // _BLOCK, ids.shape[1]
     _stage_row[(payload.shape[0],)](
         hidden_states,
