@@ -18,11 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.megamoe import bench, knob_file
 from sglang.srt.autotune.megamoe.env_guard import KNOB_CACHE_VARIABLE
 from sglang.srt.autotune.megamoe.inputs import routed_inputs
 from sglang.srt.autotune.megamoe.kernels import reference_layer
-from sglang.srt.autotune.megamoe.kernels.base import Geometry
+from sglang.srt.autotune.megamoe.kernels.base import Geometry, MegaMoEError
 from sglang.srt.autotune.megamoe.kernels.reference import ReferenceMegaMoE
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.records import NAMESPACE, key_of
@@ -252,6 +253,36 @@ def test_a_rank_that_cannot_open_a_workspace_ends_the_staging_of_all_with_its_na
         assert result["message"] == "MegaMoEError: rank 2: MemoryError: no memory (workspace)"
         assert result["pooled"] == 0, "what was opened is closed again"
         assert result["environment"]
+
+
+def run_after_a_failure(rank_number: int, port: int, root: str) -> dict[str, Any]:
+    """Two starts in one process: rank 2 cannot open the first capacity, then all can."""
+    rank, records = MegaRank(rank_number, SIZE, port), MemoryRecords()
+    results: dict[str, Any] = {}
+    for start in ("first", "second"):
+        profiles = rank.profiles()
+        if (start, rank_number) == ("first", 2):
+            _break(profiles, "workspace")
+        with Journal(Path(root, f"{rank_number}.journal")) as journal:
+            try:
+                results[start] = rank.stage(profiles, records, journal=journal)
+            except MegaMoEError as error:
+                results[start] = str(error)
+        if start == "second":
+            results["same"] = equal_to_a_fixed_default(rank, rank.outputs(profiles, COUNTS))
+        profiles.close()
+    return results
+
+
+def test_what_one_rank_could_not_open_is_left_to_the_default_by_all_at_the_next_start(tmp_path):
+    for result in on_four_ranks(run_after_a_failure, str(tmp_path)):
+        assert result["first"] == "rank 2: MemoryError: no memory (workspace)"
+        report = result["second"]
+        sources = [winner["source"] for winner in report.winners.values()]
+        assert sources == ["default", "tuned", "tuned", "tuned", "tuned"]
+        (problem,) = report.problems
+        assert "capacity 1: an earlier start failed there: MemoryError: no memory (workspace)" in problem
+        assert result["same"], "one launch has one choice on all ranks"
 
 
 def run_with_bad_candidates(rank_number: int, port: int) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class _Stage:
                 self._check_coverage(covered, cache, journal)
             if self.host.megamoe is not None:
                 with self._timed("megamoe"):
-                    self._stage_megamoe(self.host.megamoe, plan, cache)
+                    self._stage_megamoe(self.host.megamoe, plan, cache, journal)
         agree_on_winners(self.host, self.agreement, cache, self.report)
         cache.finish()
         self.report.status = "completed"
@@ -424,7 +424,7 @@ class _Stage:
 
     # MegaMoE ---------------------------------------------------------------------------------------------
 
-    def _stage_megamoe(self, megamoe: MegaMoEHost, plan: Plan, cache: CachePhase) -> None:
+    def _stage_megamoe(self, megamoe: MegaMoEHost, plan: Plan, cache: CachePhase, journal: Journal) -> None:
         """Tune and open the profiles of an engine that runs on MegaMoE; a draft model's are left alone."""
         if MEGAMOE_OP in self.settings.skip_ops or self.host.identity.draft:
             return
@@ -447,6 +447,7 @@ class _Stage:
                 startup=megamoe.startup,
                 free_bytes=megamoe.free_bytes,
                 on_capacity=opened,
+                journal=journal,
             )
         self.report.megamoe = report.to_json()
         self.report.profiles_tuned += report.tuned

@@ -1,20 +1,23 @@
 """The MegaMoE part of a start, told in its order.
 
 check -> records -> tune what is missing -> open and warm -> commit -> freeze. Ranks that launch together take every
-branch together: what one of them cannot do, none does, and each says whose fault it was.
+branch together: what one of them cannot do, none does, and each says whose fault it was. A journal notes what is being
+searched or opened, so that what ended one start does not end the next: there the kernel's default serves.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.agreement import Agreement, AgreementError
+from sglang.srt.autotune.failures import describe, is_peer_failure
+from sglang.srt.autotune.journal import Journal
 from sglang.srt.autotune.megamoe import knob_file
 from sglang.srt.autotune.megamoe.context import TuningContext
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
@@ -25,6 +28,9 @@ from sglang.srt.autotune.megamoe.records import NAMESPACE, Winner, key_of, read_
 from sglang.srt.autotune.megamoe.tuning import POLICIES, tune
 
 logger = logging.getLogger(__name__)
+
+#: Entries of the journal: the search, and the opening of a capacity.
+SEARCH, OPENING = "megamoe search", "megamoe {}"
 
 
 class NamespaceStore(Protocol):
@@ -70,6 +76,7 @@ def stage_profiles(
     policy: str | None = None,
     free_bytes: Callable[[], int | None] = lambda: None,
     on_capacity: Callable[[int], None] = lambda capacity: None,
+    journal: Journal | None = None,
 ) -> MegaMoEReport:
     """Tune, open, warm and freeze a workspace for each of `capacities`; collective over the ranks of `agreement`.
 
@@ -77,6 +84,7 @@ def stage_profiles(
         startup: a batch of this rank to shape the tuning inputs after; None or empty makes some up.
         policy: `native` or `sweep`; the kernel's own without it.
         on_capacity: called after each capacity is open.
+        journal: where what is under way is noted, and what ended earlier starts is found.
 
     Raises:
         MegaMoEError: it is too late (a forward ran, a capture is on), or a rank failed; the same on every rank.
@@ -84,7 +92,9 @@ def stage_profiles(
     started = time.monotonic()
     report = MegaMoEReport(profiles.kernel.name, policy or profiles.kernel.policy, sorted(set(capacities)))
     assert report.policy in POLICIES, f"no MegaMoE tuning policy {report.policy!r}"
-    staging = _Staging(profiles, store, agreement, report, dtype, startup, free_bytes, on_capacity)
+    staging = _Staging(
+        profiles, store, agreement, report, dtype, startup, free_bytes, on_capacity, journal or Journal(None)
+    )
     try:
         staging.run()
     except BaseException:
@@ -105,11 +115,15 @@ class _Staging:
     startup: MegaInputs | None
     free_bytes: Callable[[], int | None]
     on_capacity: Callable[[int], None]
+    journal: Journal
+    #: Entries of any rank's journal that are left to the kernel's default, with the reason.
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
         capacities, kernel = self.report.capacities, self.profiles.kernel
         self._none_may_fail("whether MegaMoE profiles may be staged", self._too_late())
         with scratch_knob_cache(kernel.required_environment()) as knob_cache:
+            self.left_out = self._agree_on_left_out()
             known = self._known_winners(capacities)
             missing = [capacity for capacity in capacities if capacity not in known]
             if self.agreement.rank == self.agreement.ranks[0] and missing:
@@ -118,12 +132,14 @@ class _Staging:
                     "Tuning MegaMoE (%s, %s) at capacities %s", kernel.name, self.report.policy, sizes
                 )
             for winner in known.values():
+                if winner.note is not None:
+                    self._keep(winner)
                 if winner.entry is not None:
                     knob_file.restore(knob_cache, [winner.entry], winner.version)
                 self._open(winner)
             context = TuningContext(self.profiles, self.agreement, self._inputs, knob_cache, self.free_bytes)
             began = time.monotonic()
-            for winner in tune(self.report.policy, context, missing):
+            for winner in self._search(context, missing):
                 self._keep(winner)
                 self._open(winner)
             if missing:
@@ -173,7 +189,22 @@ class _Staging:
             knobs = knobs_in_use(kernel, capacity)
             if knobs is not None:
                 known[capacity] = Winner(capacity, knobs, "kept")
+                continue
+            reason = self.left_out.get(OPENING.format(capacity))
+            if reason is None and capacity not in known:
+                reason = self.left_out.get(SEARCH)
+            if reason is not None:
+                known[capacity] = Winner(capacity, None, "default", note=reason)
         return dict(sorted(known.items()))
+
+    def _agree_on_left_out(self) -> dict[str, str]:
+        """What broke earlier starts of any rank."""
+        mine = {left.step: left.reason for left in self.journal.left_out()}
+        answers = self.agreement.gather("MegaMoE capacities that broke earlier starts", mine)
+        reasons = {name: reason for answer in reversed(answers.values()) for name, reason in answer.items()}
+        return {
+            name: f"{reason}; delete {self.journal.path} to try it again" for name, reason in reasons.items()
+        }
 
     def _keep(self, winner: Winner) -> None:
         if winner.note is not None:
@@ -196,9 +227,49 @@ class _Staging:
         if fresh:
             self.store.commit_namespace(NAMESPACE, fresh)
 
+    # tuning ----------------------------------------------------------------------------------------------
+
+    def _search(self, context: TuningContext, missing: Sequence[int]) -> Iterator[Winner]:
+        """The winners of the missing capacities as they are found, each with a note while it is looked for."""
+        if not missing:
+            return  # and what is noted of a search that broke a start must stay
+        winners = tune(self.report.policy, context, missing)
+        while True:
+            self.journal.begin(SEARCH)
+            try:
+                winner = next(winners, None)
+            except (AgreementError, MegaMoEError):
+                raise
+            except Exception as error:
+                self._note_failure(SEARCH, error)
+                raise
+            self.journal.done(SEARCH)
+            if winner is None:
+                return
+            yield winner
+
     # opening ---------------------------------------------------------------------------------------------
 
     def _open(self, winner: Winner) -> None:
+        entry = OPENING.format(winner.capacity)
+        if entry in self.left_out:  # what is noted of the choice that broke a start must stay
+            self._open_now(winner)
+            return
+        self.journal.begin(entry)
+        try:
+            self._open_now(winner)
+        except (AgreementError, MegaMoEError):
+            raise
+        except Exception as error:
+            self._note_failure(entry, error)
+            raise
+        self.journal.done(entry)
+
+    def _note_failure(self, entry: str, error: Exception) -> None:
+        if self.agreement.is_alone or not is_peer_failure(error):
+            self.journal.failed(entry, describe(error))
+
+    def _open_now(self, winner: Winner) -> None:
         capacity, profiles = winner.capacity, self.profiles
         began = time.monotonic()
         self.agreement.announce(f"opening the MegaMoE workspace for {capacity} tokens")
@@ -209,7 +280,9 @@ class _Staging:
                 profiles.kernel.record(knobs, capacity, None, "default")
             profiles.create(capacity, winner.knobs)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = describe(error)
+            if (entry := OPENING.format(capacity)) not in self.left_out:
+                self._note_failure(entry, error)
         self._none_may_fail(f"whether the MegaMoE workspace for {capacity} tokens is open", problem)
         for remark in profiles.warm(capacity, self._inputs(capacity)):
             self.report.problems.append(f"capacity {capacity}: {remark}")
