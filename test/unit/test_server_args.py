@@ -104,7 +104,9 @@ def test_parallel_size_below_one_is_refused(size: str):
     [
         ("--tp-size two", "--tp-size/--tp/--tensor-parallel-size: invalid integer value: 'two'"),
         ("--port 70000", "--port must be at most 65535 (got 70000)"),
+        ("--port 99999999", "--port must be at most 65535 (got 99999999)"),
         ("--port", "--port: expected one argument"),
+        ("--max-total-tokens 1", "--max-total-tokens must be at least 2 (got 1)"),
         ("--mem-fraction-static 1", "--mem-fraction-static must lie between 0 and 1 (got 1)"),
         ("--mem-fraction-static nan", "--mem-fraction-static must lie between 0 and 1 (got nan)"),
         ("--dist-timeout nan", "--dist-timeout must be a number (got nan)"),

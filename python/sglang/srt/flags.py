@@ -88,9 +88,14 @@ def _check_one(name: str, spec: FlagSpec, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a number (got {value!r})")
     if spec.minimum is not None and value < spec.minimum:
-        raise ValueError(f"{name} must be at least {spec.minimum:g} (got {value:g})")
+        raise ValueError(f"{name} must be at least {_text(spec.minimum)} (got {_text(value)})")
     if spec.maximum is not None and value > spec.maximum:
-        raise ValueError(f"{name} must be at most {spec.maximum:g} (got {value:g})")
+        raise ValueError(f"{name} must be at most {_text(spec.maximum)} (got {_text(value)})")
+
+
+def _text(value: float) -> str:
+    """A number as it was given, without the exponent that ``g`` writes for a large integer."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:

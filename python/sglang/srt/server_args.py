@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.configs.model_config import BUILTIN_MODEL_NAME, BUILTIN_MODEL_PATH, KNOWN_QUANTIZATIONS
+from sglang.srt.configs.model_support import MEGAMOE_LOAD_QUANTIZATIONS
 from sglang.srt.environ import envs
 from sglang.srt.flags import FlagParser, add_flags, check_flag_values, flag, integer, number
 from sglang.srt.server_args_rules import MEGAMOE_BACKENDS, check_rules, num_attention_replicas
@@ -126,7 +127,7 @@ class ServerArgs:
         "Tokens in the KV pool.",
         group=CAPACITY,
         parse=integer,
-        minimum=1,
+        minimum=2,  # a prompt token and an output token
         default_text="what the memory allows",
     )
     chunked_prefill_size: int | None = flag(
@@ -442,6 +443,11 @@ class ServerArgs:
         if self.attention_backend != "auto":
             return self.attention_backend
         return "flashinfer" if device == "cuda" else "torch_native"
+
+    @property
+    def load_quantizations(self) -> tuple[str, ...]:
+        """Values of `--quantization` that the MoE kernels make of unquantised experts while loading."""
+        return () if self.megamoe_backend is None else MEGAMOE_LOAD_QUANTIZATIONS
 
     @property
     def moe_runner_backends(self) -> tuple[str, ...]:

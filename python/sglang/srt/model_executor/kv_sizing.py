@@ -15,8 +15,6 @@ CPU_TOKENS = 65536
 """Pool size on the CPU without --max-total-tokens: serving there is for small models."""
 CPU_MEMORY_SHARE = 0.5
 """Share of the available main memory that the pool may take."""
-MIN_TOKENS = 2
-"""A prompt token and an output token."""
 
 
 def free_bytes_for_kv(device: torch.device, mem_fraction_static: float, reserved_bytes: int) -> int:
@@ -59,8 +57,6 @@ def max_total_num_tokens(
 
 
 def _check_requested(requested: int, fits: int, bytes_per_token: int, context_length: int) -> None:
-    if requested < MIN_TOKENS:
-        raise ValueError(f"--max-total-tokens must be at least {MIN_TOKENS} (got {requested})")
     if requested > fits:
         raise ValueError(
             f"--max-total-tokens {requested} needs {_gib(requested * bytes_per_token)} on each rank and "
