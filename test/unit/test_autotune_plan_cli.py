@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang.cli.autotune import main
-from sglang.cli.autotune.preview import SERVED_ARCHITECTURES, covered_steps, rank_places
+from sglang.cli.autotune.preview import covered_steps, rank_places
 from sglang.srt.autotune import gpus
 from sglang.srt.autotune.gpus import gpu_named
 from sglang.srt.autotune.identity import EngineIdentity
@@ -27,6 +27,7 @@ from sglang.srt.autotune.records.seeds import SeedCatalogue
 from sglang.srt.autotune.records.store import RecordStore
 from sglang.srt.autotune_config import identity_of, settings_of
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_support import SERVED_ARCHITECTURES
 from sglang.srt.server_args import prepare_server_args
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,9 @@ def test_models_that_cannot_be_served_are_planned_and_marked(capsys):
     assert "cannot be served" in plan_text(capsys, *KIMI_PP8, "--gpu", "B200")
     assert "stored as nvfp4 cannot be loaded" in plan_text(
         capsys, "--model-path", str(NVFP4), "--gpu", "H200"
+    )
+    assert "--quantization fp8 is not supported for Qwen3MoeForCausalLM" in plan_text(
+        capsys, *QWEN3, "--gpu", "H200", "--quantization", "fp8"
     )
     assert "note" not in plan_text(capsys, "--model-path", str(MODELS / "gpt_oss_120b"), "--gpu", "H200")
     assert "note" not in plan_text(capsys, *QWEN3, "--gpu", "H200")

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang.srt import launch_checks
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
 from sglang.srt.server_args import ServerArgs
 
@@ -16,7 +16,7 @@ def no_driver(monkeypatch):
 
 def check(**flags):
     args = ServerArgs(**flags)
-    check_launch(args, ModelConfig.from_path(args.model_path))
+    check_launch(args, read_model_config(args))
 
 
 def test_a_gpu_that_is_not_there_is_named_at_once():
@@ -39,9 +39,29 @@ def test_gpu_kernels_need_a_gpu_also_where_the_device_is_left_out(flags):
         check(**flags)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"quantization": "fp8"}, "--quantization fp8 is not supported for Qwen3MoeForCausalLM"),
+        (
+            {"json_model_override_args": '{"architectures": ["LlamaForCausalLM"]}'},
+            "architecture LlamaForCausalLM cannot be served",
+        ),
+        ({"json_model_override_args": '{"hidden_act": "gelu"}'}, "hidden_act gelu is not supported"),
+        ({"tokenizer_path": "/no/such"}, "^--tokenizer-path /no/such: there is no such directory"),
+        ({"tokenizer_path": __file__}, "^--tokenizer-path .* is a file"),
+    ],
+)
+def test_what_no_worker_could_serve_is_refused_before_one_starts(flags, words):
+    with pytest.raises(ValueError, match=words):
+        check(**flags)
+
+
 def test_the_cpu_and_auto_pass():
     check()
     check(device="cpu")
+    check(moe_runner_backend="reference_megamoe", quantization="fp8")
+    check(tokenizer_path="somebody/tokenizer")
 
 
 def test_with_a_driver_nothing_is_assumed(monkeypatch):

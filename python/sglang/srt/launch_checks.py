@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from sglang.srt.autotune.ops import unknown_ops
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_path import check_model_path
+from sglang.srt.configs.model_support import check_supported
 from sglang.srt.configs.parallel_sizes import check_parallel_sizes
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.server_args_rules import check_backends
@@ -17,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 def check_launch(args: ServerArgs, config: ModelConfig) -> None:
     """Raise `ValueError` that names the flag when the model or this machine cannot do what `args` ask."""
+    if args.tokenizer_path is not None:
+        check_model_path(args.tokenizer_path, "--tokenizer-path")
+    check_supported(config, args.load_quantizations)
     check_parallel_sizes(args, config)
     if has_nvidia_driver():
         return

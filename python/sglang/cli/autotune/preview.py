@@ -27,6 +27,7 @@ from sglang.srt.autotune.records.seeds import SeedCatalogue, SeedSelection
 from sglang.srt.autotune.records.store import LoadedRecords, load_file
 from sglang.srt.autotune_config import identity_of, settings_of
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_support import SERVED_ARCHITECTURES, check_supported
 from sglang.srt.limits import derive_limits
 from sglang.srt.server_args import ServerArgs
 
@@ -34,9 +35,6 @@ SCHEMA = 1
 
 #: How `records.environment.FieldDifference.words` ends for a field that is missing here.
 _NOT_KNOWN = "current not known"
-
-#: Architectures of `models.registry`, which cannot be imported without torch; a test compares the two.
-SERVED_ARCHITECTURES = ("Qwen3MoeForCausalLM", "GptOssForCausalLM")
 
 _MEGAMOE_CAPACITY = re.compile(r"\|max_tokens=(\d+)")
 
@@ -200,7 +198,7 @@ def make_preview(args: ServerArgs, config: ModelConfig, gpu: GpuModel | None) ->
         seeds=_seed_rows(catalogue, seeds, ops),
         todo=todo,
         capacities_todo=capacities_todo if MEGAMOE_OP in ops else None,
-        notes=tuple(_notes(config)),
+        notes=tuple(_notes(config, args)),
     )
 
 
@@ -296,7 +294,7 @@ def _seed_rows(catalogue: SeedCatalogue, seeds: SeedSelection, ops: tuple[str, .
     return rows
 
 
-def _notes(config: ModelConfig) -> list[str]:
+def _notes(config: ModelConfig, args: ServerArgs) -> list[str]:
     """Why a start with these flags would end before the stage, where that can be told from the model alone."""
     rest = "the plan shows what its geometry and these limits would give"
     if config.architecture not in SERVED_ARCHITECTURES:
@@ -306,4 +304,8 @@ def _notes(config: ModelConfig) -> list[str]:
     loadable = config.architecture == "GptOssForCausalLM" and stored == "mxfp4"
     if stored and not loadable:
         return [f"weights stored as {stored} cannot be loaded by this version: {rest}"]
+    try:
+        check_supported(config, args.load_quantizations)
+    except ValueError as error:
+        return [f"{error}: {rest}"]
     return []

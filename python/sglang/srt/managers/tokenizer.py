@@ -27,7 +27,7 @@ class TextTokenizer:
         from transformers import AutoTokenizer  # a second or two; the HTTP server is up before
 
         flag = "--tokenizer-path" if server_args.tokenizer_path else "--model-path"
-        path = resolve_model_path(server_args.tokenizer)
+        path = resolve_model_path(server_args.tokenizer, flag=flag)
         try:
             return cls(AutoTokenizer.from_pretrained(path, trust_remote_code=server_args.trust_remote_code))
         except (OSError, ValueError, KeyError) as error:

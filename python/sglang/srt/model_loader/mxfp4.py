@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-BLOCK = 32
-"""Values that share one scale; they fill half as many bytes."""
+from sglang.srt.configs.model_support import MXFP4_BLOCK as BLOCK
+
 BITS_PER_VALUE = 4 + 8 / BLOCK
 
 # The values of E2M1, by their bits without the sign.

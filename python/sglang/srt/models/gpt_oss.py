@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_support import check_supported
 from sglang.srt.distributed.parallel_state import Group, ParallelState
 from sglang.srt.layers.attention.base import AttentionLayer
 from sglang.srt.layers.fused_moe import FusedMoE
@@ -185,7 +186,7 @@ class GptOssForCausalLM(DecoderLM):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        _check_supported(config)
+        check_supported(config, moe_runner.load_quantizations)
 
         def make_layer(layer: int) -> DecoderLayer:
             attention = GptOssAttention(config, layer, parallel.attn_tp, dtype, device)
@@ -208,22 +209,3 @@ class GptOssForCausalLM(DecoderLM):
             values * weights[0].dtype.itemsize / 2**30,
             values * BITS_PER_VALUE / 8 / 2**30,
         )
-
-
-def _check_supported(config: ModelConfig) -> None:
-    """Refuse what the config asks for and this model does not do, rather than answer wrongly."""
-    where = f"{config.model_path}/config.json"
-    if config.hidden_act != "silu":
-        raise ValueError(f"{where}: hidden_act {config.hidden_act} is not supported (silu is)")
-    if config.quantization not in (None, "mxfp4"):
-        raise ValueError(
-            f"--quantization {config.quantization} is not supported for {config.architecture}: mxfp4 is"
-        )
-    if config.quantization == "mxfp4" and config.quantization_config is None:
-        raise ValueError(
-            f"--quantization mxfp4: {where} describes plain weights; leave the flag out (they are not quantised here)"
-        )
-    if config.quantization == "mxfp4" and (
-        config.hidden_size % BLOCK or config.moe_intermediate_size % BLOCK
-    ):
-        raise ValueError(f"{where}: MXFP4 needs sizes that are multiples of {BLOCK}")

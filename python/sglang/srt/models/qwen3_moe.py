@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_support import check_supported
 from sglang.srt.distributed.parallel_state import Group, ParallelState
 from sglang.srt.layers.attention.base import AttentionLayer
 from sglang.srt.layers.fused_kernels import DTYPES, fused_kernels
@@ -88,7 +89,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        _check_supported(config, moe_runner.load_quantizations)
+        check_supported(config, moe_runner.load_quantizations)
 
         def make_layer(layer: int) -> DecoderLayer:
             attention = Qwen3Attention(config, layer, parallel.attn_tp, dtype, device)
@@ -100,15 +101,3 @@ class Qwen3MoeForCausalLM(DecoderLM):
             return DecoderLayer(attention, mlp, config, dtype, device)
 
         super().__init__(config, parallel, make_layer, dtype, device)
-
-
-def _check_supported(config: ModelConfig, load_quantizations: tuple[str, ...]) -> None:
-    """Refuse what the config asks for and this model does not do, rather than answer wrongly."""
-    where = f"{config.model_path}/config.json"
-    if config.hidden_act != "silu":
-        raise ValueError(f"{where}: hidden_act {config.hidden_act} is not supported (silu is)")
-    if config.hf_config.get("use_sliding_window"):
-        raise ValueError(f"{where}: use_sliding_window is not supported; set it to false")
-    quantised_here = config.quantization_config is None and config.quantization in load_quantizations
-    if config.quantization is not None and not quantised_here:
-        raise ValueError(f"--quantization {config.quantization} is not supported for {config.architecture}")

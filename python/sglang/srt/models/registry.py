@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_support import check_architecture
 from sglang.srt.distributed.parallel_state import ParallelState
 from sglang.srt.layers.attention.base import AttentionLayer
 from sglang.srt.layers.moe.base import MoERunner
@@ -62,11 +63,6 @@ ModelClass = Callable[[ModelConfig, ParallelState, MoERunner, torch.dtype, torch
 
 def model_class(config: ModelConfig) -> ModelClass:
     """The class of `config.architecture`; raises `ValueError` when it cannot be served."""
-    module = _MODELS.get(config.architecture)
-    if module is None:
-        raise ValueError(
-            f"--model-path {config.model_path}: architecture {config.architecture} cannot be served; "
-            f"these can: {', '.join(_MODELS)}"
-        )
-    found: ModelClass = getattr(import_module(module), config.architecture)
+    check_architecture(config)
+    found: ModelClass = getattr(import_module(_MODELS[config.architecture]), config.architecture)
     return found

@@ -21,6 +21,7 @@ from sglang.srt.autotune.megamoe.kernels.options import MegaMoEOptions
 from sglang.srt.autotune.megamoe.profiles import MegaMoEProfiles
 from sglang.srt.autotune.megamoe.sweep import preload_workers, sweep_reserve_bytes
 from sglang.srt.autotune.ops import MEGAMOE_OP
+from sglang.srt.configs.model_support import MEGAMOE_LOAD_QUANTIZATIONS
 from sglang.srt.environ import envs, warn_of_unknown_megamoe_variables
 from sglang.srt.layers.moe.activation import PLAIN_SWIGLU
 from sglang.srt.layers.moe.base import MoERunner, MoEShape
@@ -40,7 +41,7 @@ class MegaMoERunner(MoERunner):
     """The MegaMoE path of all layers of a model on this rank. See the module."""
 
     op_names = (MEGAMOE_OP,)
-    load_quantizations = ("fp8",)
+    load_quantizations = MEGAMOE_LOAD_QUANTIZATIONS
 
     def __init__(self, name: str, shape: MoEShape, kernel: MegaMoEKernel, bootstrap_capacity: int) -> None:
         super().__init__(shape)
