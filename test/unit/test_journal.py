@@ -3,7 +3,7 @@
 import json
 import os
 
-from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.journal import MAX_STOPPED, Journal, note_stop
 
 
 def vanish_in(path, step):
@@ -57,6 +57,35 @@ def test_a_step_that_succeeds_on_the_second_try_is_forgiven(tmp_path):
     with Journal(path) as second:
         second.begin("decode 8")
         second.done("decode 8")
+    assert not path.exists()
+
+
+def be_stopped_in(path, step):
+    """A start that is asked to end in ``step``; what its other threads still do notes nothing."""
+    journal = Journal(path)
+    journal.begin(step)
+    note_stop()
+    journal.close()
+
+
+def test_a_step_during_which_starts_were_stopped_is_left_out_only_after_many(tmp_path):
+    path = tmp_path / "j"
+    for _ in range(MAX_STOPPED - 1):
+        be_stopped_in(path, "decode 8")
+        assert left_out(path) == []
+    assert json.loads(path.read_text())["decode 8"]["vanished"] == 0
+    be_stopped_in(path, "decode 8")
+    with Journal(path) as journal:
+        (left,) = journal.left_out()
+    assert left.reason == f"{MAX_STOPPED} earlier starts were stopped there"
+
+
+def test_a_stop_between_steps_or_after_them_notes_nothing(tmp_path):
+    path = tmp_path / "j"
+    journal = Journal(path)
+    note_stop()
+    journal.close()
+    note_stop()
     assert not path.exists()
 
 

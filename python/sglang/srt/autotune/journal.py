@@ -2,7 +2,9 @@
 
 The note is written before each step and removed after it. A step that failed by an error that the next start
 would meet again (out of memory, a poisoned CUDA context) is left out by the next start; one during which
-the process merely vanished is tried once more, since the likeliest cause is an operator's kill.
+the process merely vanished is tried once more, since the likeliest cause is an operator's kill. One during which the
+process was asked to stop is no worse for that; but a step that hangs is stopped again and again by whoever probes the
+server, so that this has an end too.
 
 Engines of one configuration share a journal. The one that holds its lock notes steps; an open note that it finds is
 therefore of a process that is gone. The others, who cannot tell, only add their failures.
@@ -14,6 +16,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +27,8 @@ from sglang.srt.autotune.records.files import remove_stale_temporaries, replace_
 
 #: Deaths without an error during one step before it is left out.
 MAX_VANISHED = 2
+#: Stops that were asked for during one step before it is left out.
+MAX_STOPPED = 5
 #: A journal has a handful of entries; one with more was not written here.
 MAX_ENTRIES = 1000
 
@@ -46,11 +51,13 @@ class Journal:
         self.path = path
         self._lock: int | None = None
         self._takes_notes = self._take_lock()
+        self._writing = threading.Lock()
         #: What became of steps, and the step that is in progress.
         self._state, self._open = self._read()
         if self._open is not None and self._takes_notes:
-            self._state.setdefault(self._open, {"vanished": 0, "error": None})["vanished"] += 1
-            self._write(None)
+            self._count("vanished")
+        if self._takes_notes:
+            _NOTING.add(self)
 
     def __enter__(self) -> Journal:
         return self
@@ -62,6 +69,7 @@ class Journal:
 
     def close(self) -> None:
         """Let another engine take the notes."""
+        _NOTING.discard(self)
         if self._lock is not None:
             os.close(self._lock)
         self._lock, self._takes_notes = None, False
@@ -76,23 +84,39 @@ class Journal:
                 found.append(
                     LeftOut(step, f"{entry['vanished']} earlier starts ended there without an error")
                 )
+            elif entry["stopped"] >= MAX_STOPPED:
+                found.append(LeftOut(step, f"{entry['stopped']} earlier starts were stopped there"))
         return found
 
     def begin(self, step: str) -> None:
         if self._takes_notes:
-            self._write(step)
+            with self._writing:
+                self._write(step)
 
     def done(self, step: str) -> None:
         if self._takes_notes:
-            self._state.pop(step, None)
-            self._write(None)
+            with self._writing:
+                self._state.pop(step, None)
+                self._write(None)
 
     def failed(self, step: str, error: str) -> None:
         open_step = None
-        if not self._takes_notes:  # the engine that does may have written since
-            self._state, open_step = self._read()
-        self._state[step] = {"vanished": 0, "error": printable(error, 500)}
-        self._write(open_step)
+        with self._writing:
+            if not self._takes_notes:  # the engine that does may have written since
+                self._state, open_step = self._read()
+            self._state[step] = {**_entry({}), "error": printable(error, 500)}
+            self._write(open_step)
+
+    def stop(self) -> None:
+        """Note that the process ends now because it was asked to. From then on nothing else is noted by it."""
+        if self._writing.acquire(timeout=1.0) and self._open is not None:
+            self._count("stopped")
+
+    def _count(self, what: str) -> None:
+        """Turn the open note into one more of `what` in its step's entry."""
+        assert self._open is not None, "there is a note to turn into a count"
+        self._state.setdefault(self._open, _entry({}))[what] += 1
+        self._write(None)
 
     def _take_lock(self) -> bool:
         """Whether this process is to take notes; also true where the file system has no locks."""
@@ -141,7 +165,18 @@ class Journal:
             self.path = None  # the store has already warned that this root cannot be written
 
 
+#: Journals of this process that take notes.
+_NOTING: set[Journal] = set()
+
+
+def note_stop() -> None:
+    """For the last moment of a process that was asked to end: what it was at is not to blame. From any thread."""
+    for journal in list(_NOTING):
+        journal.stop()
+
+
 def _entry(entry: dict[str, Any]) -> dict[str, Any]:
     error = entry.get("error")
     error = printable(error, 500) if isinstance(error, str) else None
-    return {"vanished": max(0, int(entry.get("vanished", 0))), "error": error}
+    counts = {name: max(0, int(entry.get(name, 0))) for name in ("vanished", "stopped")}
+    return {**counts, "error": error}

@@ -38,14 +38,46 @@ def begin_worker_life(parent_pid: int) -> None:
     """What a worker does first, before it imports anything large.
 
     It becomes one process group with all that it will start (compilers, say), which can be killed as one. A Ctrl-C in
-    the terminal is the server's to answer; SIGTERM ends a worker at once, wherever it is.
+    the terminal is the server's to answer; SIGTERM ends a worker at once, wherever it is, but for a word in the journal
+    of its start.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _end_by_sigterm()
     # A session leader leads a group of its own already.
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
+
+
+def _end_by_sigterm() -> None:
+    """Have SIGTERM end this process with a note that it was asked to.
+
+    A handler in Python waits for the main thread, which may be in a kernel or a compiler for minutes. So the signal
+    wakes a thread, through the file descriptor that the interpreter writes to at once.
+    """
+    libc = ctypes.CDLL(None)
+    wakes, woken = os.pipe()
+    os.set_blocking(woken, False)
+
+    def end() -> None:
+        while signal.SIGTERM not in os.read(wakes, 64):
+            pass
+        try:
+            # Where it was never imported there is no journal, and the main thread may hold the lock of imports.
+            if (journal := sys.modules.get("sglang.srt.autotune.journal")) is not None:
+                journal.note_stop()
+        finally:
+            libc.signal(signal.SIGTERM, None)  # SIG_DFL, which `signal.signal` sets in the main thread only
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def forget_in_a_fork() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    threading.Thread(target=end, name="sigterm", daemon=True).start()
+    os.register_at_fork(after_in_child=forget_in_a_fork)
+    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
 
 
 class Watchdog:
