@@ -3,7 +3,8 @@
 import json
 import os
 
-from sglang.srt.autotune.journal import MAX_STOPPED, Journal, note_stop
+from sglang.srt.autotune.agreement import Agreement
+from sglang.srt.autotune.journal import MAX_STOPPED, Journal, left_out_by_any, note_stop
 
 
 def vanish_in(path, step):
@@ -112,6 +113,46 @@ def test_a_failure_of_a_second_engine_is_kept_beside_the_note_of_the_first(tmp_p
     first.close()
     assert left_out(path) == ["prefill 16"]
     assert json.loads(path.read_text())["decode 8"]["vanished"] == 1
+
+
+class OtherRanks:
+    """An agreement with ranks that are elsewhere."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def gather(self, question, mine):
+        return {0: mine, **self.answers}
+
+
+def test_the_file_to_delete_is_that_of_the_rank_whose_start_broke(tmp_path):
+    others = OtherRanks(
+        {
+            1: ["/host1/rank_tp1.journal", {"decode 8": "it broke there", "decode 4": "here too"}],
+            2: ["/host1/rank_tp2.journal", {"decode 4": "here as well"}],
+        }
+    )
+    with Journal(tmp_path / "j") as journal:
+        found = left_out_by_any(others, journal, "what broke")
+    assert found["decode 8"].reason == "it broke there"
+    assert found["decode 8"].remedy == "delete /host1/rank_tp1.journal to try it again"
+    remedy = "delete /host1/rank_tp1.journal and the journal of rank 2 to try it again"
+    assert found["decode 4"].remedy == remedy
+
+
+def test_the_file_to_delete_is_named_also_where_it_cannot_be_written(tmp_path, monkeypatch):
+    path = tmp_path / "j"
+    vanish_in(path, "decode 8")
+    vanish_in(path, "decode 8")
+
+    def full(*args, **options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("sglang.srt.autotune.journal.replace_file", full)
+    with Journal(path) as journal:
+        journal.begin("decode 4")
+        left = left_out_by_any(Agreement.alone(), journal, "what broke")["decode 8"]
+    assert left.remedy == f"delete {path} to try it again"
 
 
 def test_a_hostile_note_neither_hangs_nor_breaks_a_start(tmp_path):

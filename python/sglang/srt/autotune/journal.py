@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from sglang.srt.autotune.agreement import Agreement
 from sglang.srt.autotune.records.document import printable, read_json_object
 from sglang.srt.autotune.records.files import remove_stale_temporaries, replace_file
 
@@ -39,6 +40,7 @@ class LeftOut:
 
     step: str
     reason: str
+    remedy: str = ""
 
 
 class Journal:
@@ -48,7 +50,7 @@ class Journal:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
+        self.path, self._can_write = path, path is not None
         self._lock: int | None = None
         self._takes_notes = self._take_lock()
         self._writing = threading.Lock()
@@ -152,7 +154,7 @@ class Journal:
 
     def _write(self, open_step: str | None) -> None:
         self._open = open_step
-        if self.path is None:
+        if self.path is None or not self._can_write:
             return
         try:
             if not self._state and open_step is None:
@@ -162,7 +164,20 @@ class Journal:
             content = {**self._state, **({"open": {"step": open_step}} if open_step else {})}
             replace_file(self.path, json.dumps(content).encode(), durable=False)
         except OSError:
-            self.path = None  # the store has already warned that this root cannot be written
+            self._can_write = False  # the store has already warned that this root cannot be written
+
+
+def left_out_by_any(agreement: Agreement, journal: Journal, question: str) -> dict[str, LeftOut]:
+    """Steps that some rank's journal leaves out, by name; the same on every rank, the files to delete in ``remedy``."""
+    mine = {left.step: left.reason for left in journal.left_out()}
+    answers = agreement.gather(question, [str(journal.path), mine])
+    found: dict[str, LeftOut] = {}
+    for step in {step: None for _, theirs in answers.values() for step in theirs}:
+        ranks = [rank for rank, (_, theirs) in answers.items() if step in theirs]
+        path, theirs = answers[ranks[0]]
+        others = f" and the journal of rank {', '.join(map(str, ranks[1:]))}" if len(ranks) > 1 else ""
+        found[step] = LeftOut(step, theirs[step], f"delete {path}{others} to try it again")
+    return found
 
 
 #: Journals of this process that take notes.

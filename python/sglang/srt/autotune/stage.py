@@ -25,7 +25,7 @@ from sglang.srt.autotune.estimate import estimate, measured_pace
 from sglang.srt.autotune.failures import StepFailed, describe, is_peer_failure
 from sglang.srt.autotune.flashinfer_api import TuningUnavailable
 from sglang.srt.autotune.host import Host
-from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.journal import Journal, left_out_by_any
 from sglang.srt.autotune.megamoe.host import MegaMoEHost
 from sglang.srt.autotune.megamoe.staging import stage_profiles
 from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner
@@ -230,16 +230,13 @@ class _Stage:
 
     def _without_left_out(self, steps: Sequence[Step], cache: CachePhase, journal: Journal) -> list[Step]:
         """Leave out the steps that broke earlier starts of any rank, and what is stored for them."""
-        mine = {left.step: left.reason for left in journal.left_out()}
-        answers = self.agreement.gather("steps that broke earlier starts", mine)
-        reasons = {name: reason for answer in reversed(answers.values()) for name, reason in answer.items()}
+        broken = left_out_by_any(self.agreement, journal, "steps that broke earlier starts")
         for step in steps:
-            if step.name in reasons:
-                remedy = f"its records are not used; delete {journal.path} to try it again"
-                self._leave_out(step, f"{reasons[step.name]}; {remedy}")
-        if buckets := {step.bucket for step in steps if step.name in reasons}:
+            if left := broken.get(step.name):
+                self._leave_out(step, f"{left.reason}; its records are not used; {left.remedy}")
+        if buckets := {step.bucket for step in steps if step.name in broken}:
             cache.reload_without(buckets)  # it may have been a record that broke the start
-        return [step for step in steps if step.name not in reasons]
+        return [step for step in steps if step.name not in broken]
 
     def _with_headroom(self, steps: Sequence[Step]) -> list[Step]:
         """All coupled ranks have the memory for a step, or none runs it."""

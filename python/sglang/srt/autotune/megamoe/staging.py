@@ -17,7 +17,7 @@ import torch
 
 from sglang.srt.autotune.agreement import Agreement, AgreementError
 from sglang.srt.autotune.failures import describe, is_peer_failure
-from sglang.srt.autotune.journal import Journal
+from sglang.srt.autotune.journal import Journal, left_out_by_any
 from sglang.srt.autotune.megamoe import knob_file
 from sglang.srt.autotune.megamoe.context import TuningContext
 from sglang.srt.autotune.megamoe.env_guard import scratch_knob_cache
@@ -199,12 +199,9 @@ class _Staging:
 
     def _agree_on_left_out(self) -> dict[str, str]:
         """What broke earlier starts of any rank."""
-        mine = {left.step: left.reason for left in self.journal.left_out()}
-        answers = self.agreement.gather("MegaMoE capacities that broke earlier starts", mine)
-        reasons = {name: reason for answer in reversed(answers.values()) for name, reason in answer.items()}
-        return {
-            name: f"{reason}; delete {self.journal.path} to try it again" for name, reason in reasons.items()
-        }
+        question = "MegaMoE capacities that broke earlier starts"
+        broken = left_out_by_any(self.agreement, self.journal, question)
+        return {name: f"{left.reason}; {left.remedy}" for name, left in broken.items()}
 
     def _keep(self, winner: Winner) -> None:
         if winner.note is not None:
