@@ -219,6 +219,16 @@ def test_a_start_that_goes_well_leaves_no_journal(host, tmp_path):
         close(profiles)
 
 
+def test_a_start_does_not_call_a_capacity_at_the_default_covered(host, tmp_path):
+    first = start(tmp_path, profiles := host())
+    assert "default" not in first.reason
+    close(profiles)
+    with Journal(Path(first.cache_path).with_suffix(".journal")) as journal:
+        journal.failed("megamoe 4", "RuntimeError: no")
+    second = start(tmp_path, host())
+    assert second.reason == "nothing tuned, MegaMoE's default at capacities 4"
+
+
 def test_the_stage_notes_what_it_opens(host, tmp_path, monkeypatch):
     """The journal is that of the ordinary steps."""
     seen = []

@@ -39,6 +39,13 @@ def test_a_fallback_on_any_rank_is_incomplete():
     assert code == INCOMPLETE and "2 lookups still fall back" in words
 
 
+def test_a_megamoe_capacity_at_the_default_is_incomplete():
+    winners = {"16": {"source": "default"}, "4": {"source": "default"}, "1": {"source": "cached"}}
+    code, words = outcome({0: good(megamoe={"winners": winners})})
+    assert code == INCOMPLETE and "MegaMoE runs the kernel's default at capacities 4 16" in words
+    assert outcome({0: good(megamoe={"winners": {"1": {"source": "tuned"}}})})[0] == 0
+
+
 def test_the_rank_that_failed_is_named_before_those_that_were_stopped():
     stopped = {"error": "stopped, since another rank had failed"}
     code, words = outcome({0: stopped, 1: {"error": "RuntimeError: out of\nmemory"}, 2: stopped})

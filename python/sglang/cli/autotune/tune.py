@@ -14,6 +14,7 @@ from typing import Any
 from sglang.cli.autotune.arguments import own_parser, split_arguments
 from sglang.cli.autotune.tune_rank import run_rank
 from sglang.cli.errors import INTERRUPTED, START_ERROR
+from sglang.srt.autotune.report import capacities_at_default
 from sglang.srt.configs.served_model import read_model_config
 from sglang.srt.flags import FlagParser
 from sglang.srt.launch_checks import check_launch, warn_of_unknown_ops
@@ -119,8 +120,11 @@ def outcome(reports: dict[int, dict[str, Any]]) -> tuple[int, str]:
     steps = report["steps"]
     missing = [f"{s['phase']} {s['num_tokens']}" for s in steps if s["source"] in ("left out", "over budget")]
     fallbacks = sum(rank["fallbacks"] for rank in report["ranks"])
-    if missing or fallbacks:
+    defaults = capacities_at_default(report.get("megamoe"))
+    if missing or fallbacks or defaults:
         parts = [f"{len(missing)} of {len(steps)} steps left out ({', '.join(missing)})"] * bool(missing)
         parts += [f"{fallbacks} lookups still fall back to the default"] * bool(fallbacks)
+        capacities = " ".join(map(str, defaults))
+        parts += [f"MegaMoE runs the kernel's default at capacities {capacities}"] * bool(defaults)
         return INCOMPLETE, f"incomplete: {'; '.join(parts)}; records at {report['cache_path']}"
     return 0, f"done in {report['seconds']:.1f} s: {report['reason']}; records at {report['cache_path']}"

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import select
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,3 +224,9 @@ def newest_report(directory: Path) -> Path:
     if not found:
         raise ValueError(f"there is no {REPORT_NAME} in or below {directory}")
     return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def capacities_at_default(megamoe: Mapping[str, Any] | None) -> list[int]:
+    """Capacities that have no winner, of what stands under ``megamoe`` in a report."""
+    winners = {} if megamoe is None else megamoe["winners"]
+    return sorted(int(capacity) for capacity, winner in winners.items() if winner["source"] == "default")

@@ -32,7 +32,13 @@ from sglang.srt.autotune.ops import MEGAMOE_OP, asks_the_tuner
 from sglang.srt.autotune.plan import Plan, Step, make_plan
 from sglang.srt.autotune.progress import Listener, StageProgress
 from sglang.srt.autotune.records.placement import sm_name
-from sglang.srt.autotune.report import FallbackReport, StageReport, StepReport, describe_engine
+from sglang.srt.autotune.report import (
+    FallbackReport,
+    StageReport,
+    StepReport,
+    capacities_at_default,
+    describe_engine,
+)
 from sglang.srt.autotune.session import Session
 from sglang.srt.autotune.settings import StageSettings
 from sglang.srt.autotune.timer import OpTimer
@@ -455,13 +461,16 @@ class _Stage:
     # report ----------------------------------------------------------------------------------------------
 
     def _summary(self, todo: list[Step]) -> str:
+        profiles, defaults = self.report.profiles_tuned, capacities_at_default(self.report.megamoe)
+        at_default = f", MegaMoE's default at capacities {' '.join(map(str, defaults))}" if defaults else ""
         if not todo:
-            tuned = self.report.profiles_tuned
-            return f"{tuned} MegaMoE profiles tuned" if tuned else "every step was covered by records"
+            covered = "nothing tuned" if defaults else "every step was covered by records"
+            return (f"{profiles} MegaMoE profiles tuned" if profiles else covered) + at_default
         left = sum(report.source == OVER_BUDGET for report in self.step_reports.values())
         rest = f", {left} steps left to the next start" if left else ""
-        profiles, steps = self.report.profiles_tuned, len(todo) - left
-        return f"{profiles} profile{'s' * (profiles != 1)} tuned in {steps} step{'s' * (steps != 1)}{rest}"
+        steps = len(todo) - left
+        tuned = f"{profiles} profile{'s' * (profiles != 1)} tuned in {steps} step{'s' * (steps != 1)}"
+        return tuned + rest + at_default
 
     def _timed(self, name: str) -> _Stopwatch:
         """Adds the seconds of its block to ``timings``."""
