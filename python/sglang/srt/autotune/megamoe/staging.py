@@ -7,6 +7,7 @@ searched or opened, so that what ended one start does not end the next: there th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -232,29 +233,18 @@ class _Staging:
             return  # and what is noted of a search that broke a start must stay
         winners = tune(self.report.policy, context, missing)
         while True:
-            self.journal.begin(SEARCH)
-            try:
+            with self._noted(SEARCH):
                 winner = next(winners, None)
-            except (AgreementError, MegaMoEError):
-                raise
-            except Exception as error:
-                self._note_failure(SEARCH, error)
-                raise
-            self.journal.done(SEARCH)
             if winner is None:
                 return
             yield winner
 
-    # opening ---------------------------------------------------------------------------------------------
-
-    def _open(self, winner: Winner) -> None:
-        entry = OPENING.format(winner.capacity)
-        if entry in self.left_out:  # what is noted of the choice that broke a start must stay
-            self._open_now(winner)
-            return
+    @contextlib.contextmanager
+    def _noted(self, entry: str) -> Iterator[None]:
+        """What happens inside is noted until it has gone well; what a peer broke is the peer's to note."""
         self.journal.begin(entry)
         try:
-            self._open_now(winner)
+            yield
         except (AgreementError, MegaMoEError):
             raise
         except Exception as error:
@@ -265,6 +255,16 @@ class _Staging:
     def _note_failure(self, entry: str, error: Exception) -> None:
         if self.agreement.is_alone or not is_peer_failure(error):
             self.journal.failed(entry, describe(error))
+
+    # opening ---------------------------------------------------------------------------------------------
+
+    def _open(self, winner: Winner) -> None:
+        entry = OPENING.format(winner.capacity)
+        if entry in self.left_out:  # what is noted of the choice that broke a start must stay
+            self._open_now(winner)
+            return
+        with self._noted(entry):
+            self._open_now(winner)
 
     def _open_now(self, winner: Winner) -> None:
         capacity, profiles = winner.capacity, self.profiles
