@@ -29,7 +29,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -m "not faults and not native" test/unit test/process test/e2e $(ARGS)
 
 test-faults: $(VENV)/.installed-test
-	$(PYTEST) -m "faults and not native" test $(ARGS)
+	$(PYTEST) -m "faults and not native" test/faults test/e2e $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/pre-commit run --all-files

@@ -120,11 +120,6 @@ def test_a_pool_that_does_not_fit_names_the_flag_and_the_size_that_fits() -> Non
         pool_size(500, free_tokens=400)
 
 
-def test_a_pool_of_one_token_names_the_flag() -> None:
-    with pytest.raises(ValueError, match="--max-total-tokens must be at least 2"):
-        pool_size(1, free_tokens=400)
-
-
 def test_memory_for_less_than_one_request_names_the_flags() -> None:
     with pytest.raises(ValueError, match=r"--context-length.*--mem-fraction-static"):
         pool_size(None, free_tokens=99)
