@@ -241,7 +241,13 @@ class _Staging:
 
     @contextlib.contextmanager
     def _noted(self, entry: str) -> Iterator[None]:
-        """What happens inside is noted until it has gone well; what a peer broke is the peer's to note."""
+        """What happens inside is noted until it has gone well; what a peer broke is the peer's to note.
+
+        Nothing is where the default serves in place of what broke a start: the note of that must stay.
+        """
+        if entry in self.left_out:
+            yield
+            return
         self.journal.begin(entry)
         try:
             yield
@@ -253,20 +259,17 @@ class _Staging:
         self.journal.done(entry)
 
     def _note_failure(self, entry: str, error: Exception) -> None:
-        if self.agreement.is_alone or not is_peer_failure(error):
+        if entry not in self.left_out and (self.agreement.is_alone or not is_peer_failure(error)):
             self.journal.failed(entry, describe(error))
 
     # opening ---------------------------------------------------------------------------------------------
 
     def _open(self, winner: Winner) -> None:
         entry = OPENING.format(winner.capacity)
-        if entry in self.left_out:  # what is noted of the choice that broke a start must stay
-            self._open_now(winner)
-            return
         with self._noted(entry):
-            self._open_now(winner)
+            self._open_noted(winner, entry)
 
-    def _open_now(self, winner: Winner) -> None:
+    def _open_noted(self, winner: Winner, entry: str) -> None:
         capacity, profiles = winner.capacity, self.profiles
         began = time.monotonic()
         self.agreement.announce(f"opening the MegaMoE workspace for {capacity} tokens")
@@ -278,8 +281,7 @@ class _Staging:
             profiles.create(capacity, winner.knobs)
         except Exception as error:
             problem = describe(error)
-            if (entry := OPENING.format(capacity)) not in self.left_out:
-                self._note_failure(entry, error)
+            self._note_failure(entry, error)
         self._none_may_fail(f"whether the MegaMoE workspace for {capacity} tokens is open", problem)
         for remark in profiles.warm(capacity, self._inputs(capacity)):
             self.report.problems.append(f"capacity {capacity}: {remark}")
