@@ -28,10 +28,13 @@ class DirectLaunch:
 
     Raises:
         AttributeError: FlashInfer keeps its buffers elsewhere in this version.
+        ImportError: there is no Triton.
     """
 
     def __init__(self, weights: Any, workspace: Any) -> None:
-        self.workspace, self._weights = workspace, weights
+        from sglang.srt.autotune.megamoe.kernels.fp8_staging import stage  # needs Triton
+
+        self.workspace, self._weights, self._stage = workspace, weights, stage
         self._buffers: HopperBuffers = flashinfer_moe_ep.hopper_buffers(workspace)
         self._by_stream: dict[int, Callable[[], None]] = {}
 
@@ -49,14 +52,12 @@ class DirectLaunch:
 
     def staged(self, inputs: MegaInputs) -> Callable[[], None]:
         """Stage the inputs; what remains to do is to call what comes back."""
-        from sglang.srt.autotune.megamoe.kernels.fp8_staging import stage
-
         buffers = self._buffers
         if inputs.num_tokens > buffers.ids.shape[0]:
             raise CapacityExceeded(
                 f"{inputs.num_tokens} tokens, and the workspace holds {buffers.ids.shape[0]}"
             )
-        stage(
+        self._stage(
             inputs.hidden_states,
             inputs.topk_ids,
             inputs.topk_weights,
