@@ -205,7 +205,7 @@ class Planner:
         kind, *block = config[:3]
         if kind not in (DOT_TMA, SWAP_TMA):
             return weights
-        key = (weights.data_ptr(), weights.shape, *block)
+        key = (weights.data_ptr(), *block)
         descriptor = self._descriptors.get(key)
         if descriptor is None:
             descriptor = TensorDescriptor.from_tensor(weights.view(-1, weights.shape[2]), block)
